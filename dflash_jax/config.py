@@ -1,0 +1,290 @@
+"""The whole run as one frozen, validated value: YAML file + dotted overrides -> `Config`.
+
+Every rule about a value that can be checked without reading the target lives here; the rules that need the target's
+own config (mask token, tapped layers, head counts) are in `models.architecture.resolve_drafter`.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from dflash_jax.errors import UserError
+
+Count = Annotated[int, Field(ge=1)]
+Ratio = Annotated[float, Field(ge=0.0, le=1.0)]
+
+PAPER_DECAY_GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}
+"""Loss decay by block size, arXiv 2602.06036 appendix A.1."""
+
+
+class Section(BaseModel):
+    """Frozen; unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class RunSection(Section):
+    """Where the run lives."""
+
+    folder: Path
+    seed: int = 0
+
+
+class DevicesSection(Section):
+    """Which devices, in which mesh. `data: -1` takes the devices that `fsdp` and `tensor` leave."""
+
+    simulate: Count | None = None
+    """Number of simulated CPU devices; none: the accelerators (or the CPU) that JAX finds."""
+    data: int = -1
+    fsdp: Count = 1
+    tensor: Count = 1
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """dtype of the matmuls; auto: float32 on CPU, bfloat16 elsewhere."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "DevicesSection":
+        if self.data != -1 and self.data < 1:
+            raise ValueError(f"data must be -1 (the rest) or at least 1, not {self.data}")
+        if self.simulate and self.data != -1 and self.data * self.fsdp * self.tensor > self.simulate:
+            asked = self.data * self.fsdp * self.tensor
+            raise ValueError(
+                f"data x fsdp x tensor = {asked} asks for more than the {self.simulate} devices of simulate"
+            )
+        return self
+
+
+class TargetSection(Section):
+    """The frozen model that the drafter serves."""
+
+    path: str
+    """A Hugging Face folder, a hub id, or `embedded:quickstart`."""
+    revision: str | None = None
+    """Hub revision to pin."""
+
+
+class DrafterSection(Section):
+    """Shape of the drafter. What is left out is taken from the target."""
+
+    layers: Count = 5
+    block_size: Annotated[int, Field(ge=2)] = 16
+    """Rows of a block, the clean anchor included; the drafter proposes one token fewer."""
+    mask_token_id: Annotated[int, Field(ge=0)] | None = None
+    """An unused row of the target's embedding; required unless `init_from` brings it."""
+    taps: Count = 5
+    """Number of tapped target layers, spread by the formula of the DFlash authors, when `target_layer_ids` is absent."""
+    target_layer_ids: tuple[int, ...] | None = None
+    """0-based decoder blocks whose outputs are the features."""
+    intermediate_size: Count | None = None
+    num_attention_heads: Count | None = None
+    num_key_value_heads: Count | None = None
+    head_dim: Count | None = None
+    init_from: str | None = None
+    """A published or exported drafter folder to start from; it brings its own shape, and the keys above must be absent."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "DrafterSection":
+        if self.init_from is None:
+            if self.mask_token_id is None:
+                raise ValueError("mask_token_id is required: the id of an unused row of the target's embedding")
+        else:
+            surplus = sorted(self.model_fields_set - {"init_from"})
+            if surplus:
+                raise ValueError(f"init_from brings the drafter's shape: remove {', '.join(surplus)}")
+        if self.target_layer_ids is not None and not self.target_layer_ids:
+            raise ValueError("target_layer_ids is empty: list at least one layer or leave the key out")
+        return self
+
+
+class DataSection(Section):
+    """What to train on: a folder of `scripts/prepare_data.py`, or a JSONL file that is prepared into the run folder."""
+
+    train: str
+    max_length: Annotated[int, Field(ge=2)] = 3072
+    """Longer rows are rejected on preparation."""
+    bucket_edges: tuple[Count, ...] | None = None
+    """Ascending sequence lengths; a batch is padded to the smallest edge that holds it. Absent: `max_length` alone."""
+    template_arguments: dict[str, bool | int | str] = {}
+    """Keyword arguments of the chat template, for instance `enable_thinking: false`."""
+    reader_threads: Count = 2
+
+    @model_validator(mode="after")
+    def _check(self) -> "DataSection":
+        edges = self.bucket_edges
+        if edges is not None and not edges:
+            raise ValueError("bucket_edges is empty: list at least one length or leave the key out")
+        if edges is not None and list(edges) != sorted(set(edges)):
+            raise ValueError(f"bucket_edges must rise strictly: {list(edges)}")
+        if edges is not None and edges[-1] != self.max_length:
+            raise ValueError(f"the last bucket edge must equal max_length {self.max_length}, not {edges[-1]}")
+        return self
+
+    @property
+    def edges(self) -> tuple[int, ...]:
+        return self.bucket_edges or (self.max_length,)
+
+
+class TrainingSection(Section):
+    """How long, in which batches."""
+
+    steps: Annotated[int, Field(ge=0)] | None = None
+    """Optimizer steps; or give `epochs`."""
+    epochs: Count | None = None
+    batch_size: Count = 8
+    """Rows of a micro-batch over all devices."""
+    accumulation: Count = 1
+    """Micro-batches an optimizer step."""
+    anchors: Count = 512
+    """Blocks drawn from a row, anew each epoch."""
+    loss_decay_gamma: Annotated[float, Field(gt=0)] | None = None
+    """Weight of offset k is exp(-(k-1)/gamma); absent: the paper's value for the block size."""
+    checkpoint_every: Count = 1000
+    keep_checkpoints: Count = 3
+
+    @model_validator(mode="after")
+    def _check(self) -> "TrainingSection":
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError("give exactly one of steps and epochs")
+        return self
+
+
+class OptimizerSection(Section):
+    """AdamW behind a global-norm clip; linear warm-up, then cosine to a floor."""
+
+    learning_rate: Annotated[float, Field(ge=0)] = 6e-4
+    b1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    b2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    warmup_ratio: Ratio = 0.04
+    final_ratio: Ratio = 0.1
+    """The floor of the cosine, as a share of `learning_rate`."""
+    clip_norm: Annotated[float, Field(gt=0)] = 1.0
+
+
+class EvaluationSection(Section):
+    """Real greedy speculative decoding on held-out prompts."""
+
+    prompts: str | None = None
+    """JSONL of `messages`; absent: no evaluation."""
+    every: Count | None = None
+    """Steps between evaluations; absent: at start and end only."""
+    limit: Count | None = None
+    """Use the first so many prompts."""
+    max_new_tokens: Annotated[int, Field(ge=2)] = 128
+    batch_size: Count = 8
+
+    @model_validator(mode="after")
+    def _check(self) -> "EvaluationSection":
+        if self.prompts is None and self.every is not None:
+            raise ValueError("every is set but prompts is not: name the JSONL of held-out prompts")
+        return self
+
+
+class TelemetrySection(Section):
+    """Where the metrics go, beside `metrics.jsonl`, which is always written."""
+
+    log_every: Count = 1
+    wandb: Literal["disabled", "offline", "online"] = "disabled"
+    wandb_project: str = "dflash_jax"
+
+
+class ExportSection(Section):
+    """Whether the run ends with a servable folder `<run>/export`."""
+
+    at_end: bool = False
+
+
+class Config(Section):
+    """One training run."""
+
+    run: RunSection
+    devices: DevicesSection = DevicesSection()
+    target: TargetSection
+    drafter: DrafterSection
+    data: DataSection
+    training: TrainingSection
+    optimizer: OptimizerSection = OptimizerSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    telemetry: TelemetrySection = TelemetrySection()
+    export: ExportSection = ExportSection()
+
+
+def load_config(path: Path, overrides: list[str] | None = None) -> Config:
+    """Read a YAML recipe, apply `section.key=value` overrides (values in YAML syntax), validate.
+
+    Raises:
+        UserError: missing or malformed file, malformed override, unknown key, wrong type, broken rule.
+    """
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise UserError(f"config {path}: {error.strerror or error}; give an existing YAML file") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"config {path} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(tree, dict):
+        raise UserError(f"config {path}: the file holds no mapping of sections; see configs/quickstart.yaml")
+    for override in overrides or []:
+        _apply(tree, override)
+    return parse_config(tree, str(path))
+
+
+def parse_config(tree: dict[str, Any], origin: str) -> Config:
+    """Validate a plain mapping; `origin` names it in errors."""
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise UserError(f"config {origin}: {_explain(error)}") from error
+
+
+def dump_config(config: Config) -> str:
+    """The resolved config as YAML, for the run folder."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def decay_gamma(training: TrainingSection, block_size: int) -> float:
+    """The gamma of the loss weights: the configured one, or the paper's for this block size."""
+    if training.loss_decay_gamma is not None:
+        return training.loss_decay_gamma
+    if block_size not in PAPER_DECAY_GAMMA:
+        known = ", ".join(map(str, sorted(PAPER_DECAY_GAMMA)))
+        raise UserError(
+            f"training.loss_decay_gamma: the paper gives a value for block sizes {known} only; "
+            f"set it for drafter.block_size {block_size}"
+        )
+    return PAPER_DECAY_GAMMA[block_size]
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    parts = key.split(".")
+    if not equals or not all(parts):
+        raise UserError(f"override {override!r}: write section.key=value")
+    node = tree
+    for part in parts[:-1]:
+        child = node.setdefault(part, {})
+        if not isinstance(child, dict):
+            raise UserError(f"override {override!r}: {part} is a value, not a section")
+        node = child
+    try:
+        node[parts[-1]] = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"override {override!r}: the value is not YAML") from error
+
+
+def _explain(error: ValidationError) -> str:
+    """The first problem in one line: key, value, what is allowed."""
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"]) or "config"
+    if first["type"] == "extra_forbidden":
+        section: Any = Config
+        for part in first["loc"][:-1]:
+            section = section.model_fields[part].annotation
+        return f"unknown key {key}; allowed here: {', '.join(section.model_fields)}"
+    if first["type"] == "missing":
+        return f"{key} is missing"
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "value_error":
+        return f"{key}: {message}"
+    return f"{key}: {first['input']!r} is not allowed: {message}"

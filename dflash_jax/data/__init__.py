@@ -1,0 +1,1 @@
+"""Conversations -> token records -> planned batches."""

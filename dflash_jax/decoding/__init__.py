@@ -1,0 +1,1 @@
+"""Plain and speculative decoding, and the acceptance report."""

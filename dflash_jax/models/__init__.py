@@ -1,0 +1,1 @@
+"""The two networks: the frozen target and the DFlash drafter, and their checkpoint folders."""

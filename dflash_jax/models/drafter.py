@@ -1,0 +1,156 @@
+"""The DFlash drafter (arXiv 2602.06036): a small pre-norm transformer over blocks of one anchor and masks.
+
+The target's tapped features enter as extra keys and values of every layer. Embedding and output projection are the
+target's own. Attribute names equal the published checkpoint's.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from dflash_jax.models.architecture import DrafterArchitecture
+from dflash_jax.models.attention import context_and_block_attention
+from dflash_jax.models.layers import GatedMLP, Linear, RMSNorm, matmul, rotary_table, rotate
+from dflash_jax.models.target import Cache, embed
+from dflash_jax.models.weights import Params, weight
+from dflash_jax.parallel import constrain
+
+
+class Fusion(nnx.Module):
+    """`fc`: linear map of the concatenated taps, evaluated as a sum of one product a tap."""
+
+    def __init__(self, arch: DrafterArchitecture):
+        taps = len(arch.target_layer_ids)
+        self.weight = weight((arch.hidden_size, taps * arch.target_hidden_size), ("embed", "taps"))
+
+    def __call__(self, taps: Sequence[Float[Array, "batch time target_hidden"]]) -> Float[Array, "batch time hidden"]:
+        parts = jnp.split(self.weight[...], len(taps), axis=1)
+        return sum(matmul(tap, part) for tap, part in zip(taps, parts, strict=True))
+
+
+class DrafterAttention(nnx.Module):
+    """Queries from the block; keys and values from the context and the block, by the same projections."""
+
+    def __init__(self, arch: DrafterArchitecture, layer: int):
+        inner, kv_inner = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+        self.q_proj = Linear(arch.hidden_size, inner, ("heads", "embed"))
+        self.k_proj = Linear(arch.hidden_size, kv_inner, ("kv_heads", "embed"))
+        self.v_proj = Linear(arch.hidden_size, kv_inner, ("kv_heads", "embed"))
+        self.o_proj = Linear(inner, arch.hidden_size, ("embed", "heads"))
+        self.q_norm = RMSNorm(arch.head_dim, arch.rms_norm_eps)
+        self.k_norm = RMSNorm(arch.head_dim, arch.rms_norm_eps)
+        self.head_dim = arch.head_dim
+        self.window, self.causal = arch.window(layer), arch.causal(layer)
+
+    def keys_values(
+        self, x: Float[Array, "*batch hidden"], rotary: tuple[Array, Array]
+    ) -> tuple[Float[Array, "*batch kv_heads head_dim"], Float[Array, "*batch kv_heads head_dim"]]:
+        """Normed, rotated keys and plain values; of the fused context as well as of block rows."""
+        heads = (*x.shape[:-1], -1, self.head_dim)
+        return rotate(self.k_norm(self.k_proj(x).reshape(heads)), *rotary), self.v_proj(x).reshape(heads)
+
+    def __call__(
+        self,
+        x: Float[Array, "batch blocks block hidden"],
+        rotary: tuple[Array, Array],
+        context: tuple[Array, Array],
+        anchors: Int[Array, "batch blocks"],
+    ) -> Float[Array, "batch blocks block hidden"]:
+        q = rotate(self.q_norm(self.q_proj(x).reshape(*x.shape[:-1], -1, self.head_dim)), *rotary)
+        k, v = self.keys_values(x, rotary)
+        out = context_and_block_attention(q, *context, k, v, anchors, window=self.window, causal=self.causal)
+        return self.o_proj(out.reshape(*x.shape[:-1], -1))
+
+
+class DrafterBlock(nnx.Module):
+    """Pre-norm block; `input_layernorm` applies to block rows only, never to the context."""
+
+    def __init__(self, arch: DrafterArchitecture, layer: int):
+        self.input_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
+        self.self_attn = DrafterAttention(arch, layer)
+        self.post_attention_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
+        self.mlp = GatedMLP(arch.hidden_size, arch.intermediate_size)
+
+    def __call__(self, x: Array, rotary: tuple[Array, Array], context: tuple[Array, Array], anchors: Array) -> Array:
+        x = x + self.self_attn(self.input_layernorm(x), rotary, context, anchors)
+        x = x + self.mlp(self.post_attention_layernorm(x))
+        return constrain(x, "batch", None, None, None)
+
+
+class Drafter(nnx.Module):
+    """All trained weights of a DFlash drafter."""
+
+    def __init__(self, arch: DrafterArchitecture):
+        self.fc = Fusion(arch)
+        self.hidden_norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
+        self.layers = nnx.List([DrafterBlock(arch, layer) for layer in range(arch.num_layers)])
+        self.norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
+        self.arch = arch
+
+    def context(
+        self, taps: Sequence[Float[Array, "batch time target_hidden"]], positions: Int[Array, "batch time"]
+    ) -> Cache:
+        """Keys and values of every layer for target positions; the fused feature is the same for all layers."""
+        fused = constrain(self.hidden_norm(self.fc(taps)), "batch", None, None)
+        rotary = rotary_table(self.arch.rope, self.arch.head_dim, positions)
+        return [layer.self_attn.keys_values(fused, rotary) for layer in self.layers]
+
+    def __call__(
+        self,
+        blocks: Int[Array, "batch blocks block"],
+        anchors: Int[Array, "batch blocks"],
+        context: Cache,
+        embedding: Float[Array, "vocab hidden"],
+        dtype: jax.typing.DTypeLike,
+    ) -> Float[Array, "batch blocks block hidden"]:
+        """Final-normed hidden state of every block row; offset k of a block predicts the token at anchor + k.
+
+        Args:
+            blocks: token ids, `[x_anchor, MASK, ..]` a block.
+            anchors: absolute position of offset 0; the block sees the context strictly before it.
+            context: from `context(...)`, or a cache filled with its rows; slot index is absolute position.
+            embedding: the target's table.
+            dtype: of the matmuls.
+        """
+        x = embed(embedding, blocks).astype(dtype) * self.arch.input_embedding_scale
+        x = constrain(x, "batch", None, None, None)
+        positions = anchors[:, :, None] + jnp.arange(blocks.shape[2])[None, None, :]
+        rotary = rotary_table(self.arch.rope, self.arch.head_dim, positions)
+        for layer, keys_values in zip(self.layers, context, strict=True):
+            x = layer(x, rotary, keys_values, anchors)
+        return self.norm(x)
+
+    def logits(
+        self, hidden: Float[Array, "*batch hidden"], projection: Float[Array, "vocab hidden"]
+    ) -> Float[Array, "*batch vocab"]:
+        """float32 draft logits through the target's projection."""
+        return scale_logits(matmul(hidden, projection).astype(jnp.float32), self.arch)
+
+
+@dataclass(frozen=True)
+class TrainedDrafter:
+    """A drafter with its weights in place."""
+
+    arch: DrafterArchitecture
+    graph: nnx.GraphDef
+    params: Params
+
+
+def scale_logits(logits: Float[Array, "*batch"], arch: DrafterArchitecture) -> Float[Array, "*batch"]:
+    """Multiplier, then `c * tanh(logits / c)` where the drafter has a soft cap."""
+    if arch.output_multiplier != 1.0:
+        logits = logits * arch.output_multiplier
+    cap = arch.final_logit_softcapping
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+def mask_blocks(
+    anchor_tokens: Int[Array, "*batch"], block_size: int, mask_token_id: int
+) -> Int[Array, "*batch block"]:
+    """`[x_anchor, MASK, .., MASK]` for each anchor."""
+    masks = jnp.full((*anchor_tokens.shape, block_size - 1), mask_token_id, anchor_tokens.dtype)
+    return jnp.concatenate([anchor_tokens[..., None], masks], axis=-1)

@@ -1,0 +1,174 @@
+"""The frozen target: a Qwen3, Qwen2 or Llama decoder with tapped features and a KV cache.
+
+Attribute names equal the Hugging Face tensor names.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from dflash_jax.models.architecture import TargetArchitecture
+from dflash_jax.models.attention import causal_attention
+from dflash_jax.models.layers import GatedMLP, Linear, RMSNorm, matmul, rotary_table, rotate
+from dflash_jax.models.weights import Params, weight
+from dflash_jax.parallel import constrain
+
+Cache = list[tuple[Array, Array]]
+"""Keys and values `[batch, capacity, kv_heads, head_dim]`, a pair a layer; slot index is absolute position."""
+
+
+class Embedding(nnx.Module):
+    """Rows `weight [vocab, hidden]`; also the output projection of a target with tied embeddings."""
+
+    def __init__(self, vocab: int, hidden: int):
+        self.weight = weight((vocab, hidden), ("vocab", "embed"))
+
+
+class Attention(nnx.Module):
+    """Grouped-query causal attention."""
+
+    def __init__(self, arch: TargetArchitecture):
+        inner, kv_inner = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+        self.q_proj = Linear(arch.hidden_size, inner, ("heads", "embed"), arch.qkv_bias)
+        self.k_proj = Linear(arch.hidden_size, kv_inner, ("kv_heads", "embed"), arch.qkv_bias)
+        self.v_proj = Linear(arch.hidden_size, kv_inner, ("kv_heads", "embed"), arch.qkv_bias)
+        self.o_proj = Linear(inner, arch.hidden_size, ("embed", "heads"), arch.output_bias)
+        self.q_norm = RMSNorm(arch.head_dim, arch.rms_norm_eps) if arch.qk_norm else None
+        self.k_norm = RMSNorm(arch.head_dim, arch.rms_norm_eps) if arch.qk_norm else None
+        self.head_dim = arch.head_dim
+
+    def __call__(
+        self,
+        x: Float[Array, "batch time hidden"],
+        positions: Int[Array, "batch time"],
+        rotary: tuple[Array, Array],
+        cache: tuple[Array, Array] | None,
+    ) -> tuple[Float[Array, "batch time hidden"], tuple[Array, Array]]:
+        heads = (*x.shape[:-1], -1, self.head_dim)
+        q, k, v = (proj(x).reshape(heads) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, *rotary), rotate(k, *rotary)
+        if cache is not None:
+            k, v = (write_rows(slots, rows, positions) for slots, rows in zip(cache, (k, v), strict=True))
+        out = causal_attention(q, k, v, positions)
+        return self.o_proj(out.reshape(*x.shape[:-1], -1)), (k, v)
+
+
+class Block(nnx.Module):
+    """Pre-norm decoder block."""
+
+    def __init__(self, arch: TargetArchitecture):
+        self.input_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
+        self.self_attn = Attention(arch)
+        self.post_attention_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
+        self.mlp = GatedMLP(arch.hidden_size, arch.intermediate_size)
+
+    def __call__(
+        self, x: Array, positions: Array, rotary: tuple[Array, Array], cache: tuple[Array, Array] | None
+    ) -> tuple[Array, tuple[Array, Array]]:
+        attended, cache = self.self_attn(self.input_layernorm(x), positions, rotary, cache)
+        x = x + attended
+        x = x + self.mlp(self.post_attention_layernorm(x))
+        return constrain(x, "batch", None, None), cache
+
+
+class Decoder(nnx.Module):
+    """Embedding, blocks and final norm."""
+
+    def __init__(self, arch: TargetArchitecture):
+        self.embed_tokens = Embedding(arch.vocab_size, arch.hidden_size)
+        self.layers = nnx.List([Block(arch) for _ in range(arch.num_layers)])
+        self.norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
+
+
+class Target(nnx.Module):
+    """The whole target; `arch.tie_word_embeddings` decides whether it has its own `lm_head`."""
+
+    def __init__(self, arch: TargetArchitecture):
+        self.model = Decoder(arch)
+        self.lm_head = None if arch.tie_word_embeddings else Embedding(arch.vocab_size, arch.hidden_size)
+        self.arch = arch
+
+    def embedding(self) -> Float[Array, "vocab hidden"]:
+        """The input table, frozen and shared with the drafter."""
+        return self.model.embed_tokens.weight[...]
+
+    def projection(self) -> Float[Array, "vocab hidden"]:
+        """The output table, frozen and shared with the drafter."""
+        return self.embedding() if self.lm_head is None else self.lm_head.weight[...]
+
+    def __call__(
+        self,
+        tokens: Int[Array, "batch time"],
+        positions: Int[Array, "batch time"],
+        *,
+        taps: Sequence[int] = (),
+        cache: Cache | None = None,
+        layers: int | None = None,
+    ) -> tuple[Float[Array, "batch time hidden"], tuple[Float[Array, "batch time hidden"], ...], Cache]:
+        """Run the blocks over `tokens` at absolute `positions`.
+
+        Args:
+            taps: 0-based blocks whose outputs are returned: after both residual adds, before the final norm.
+            cache: keys and values of earlier positions; the new ones are written at `positions` first.
+            layers: number of blocks to run; none: all.
+
+        Returns:
+            The residual stream after the last block run (before the final norm), the taps, and the new cache
+            (without one given: the keys and values of these tokens).
+        """
+        x = constrain(embed(self.embedding(), tokens), "batch", None, None)
+        rotary = rotary_table(self.arch.rope, self.arch.head_dim, positions)
+        tapped, new_cache = {}, []
+        for index, block in enumerate(self.model.layers[:layers]):
+            x, slots = block(x, positions, rotary, cache[index] if cache is not None else None)
+            new_cache.append(slots)
+            if index in taps:
+                tapped[index] = x
+        return x, tuple(tapped[index] for index in taps), new_cache
+
+    def logits(self, x: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
+        """float32 logits of a residual stream before the final norm."""
+        return matmul(self.model.norm(x), self.projection()).astype(jnp.float32)
+
+
+@dataclass(frozen=True)
+class FrozenTarget:
+    """A target with its weights in place."""
+
+    arch: TargetArchitecture
+    graph: nnx.GraphDef
+    params: Params
+    stop_ids: tuple[int, ...] = ()
+    """Tokens that end an answer."""
+
+
+def embed(table: Float[Array, "vocab hidden"], tokens: Int[Array, "*batch"]) -> Float[Array, "*batch hidden"]:
+    """Rows of the table; ids are valid by construction."""
+    return table.at[tokens].get(mode="clip")
+
+
+def empty_cache(
+    batch: int, capacity: int, layers: int, kv_heads: int, head_dim: int, dtype: jax.typing.DTypeLike
+) -> Cache:
+    """Zeroed cache; zeros, since masked slots still enter a product with weight zero."""
+    shape = (batch, capacity, kv_heads, head_dim)
+    return [(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(layers)]
+
+
+def write_rows(
+    slots: Float[Array, "batch capacity kv_heads head_dim"],
+    rows: Float[Array, "batch time kv_heads head_dim"],
+    positions: Int[Array, "batch time"],
+) -> Float[Array, "batch capacity kv_heads head_dim"]:
+    """Write each row of keys or values at its own positions, which are consecutive."""
+
+    def write(slot: Array, row: Array, start: Array) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(slot, row.astype(slot.dtype), start, axis=0)
+
+    return jax.vmap(write)(slots, rows, positions[:, 0])

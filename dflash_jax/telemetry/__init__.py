@@ -1,0 +1,1 @@
+"""Metrics from the device to files and screens, without stopping the step."""

@@ -1,0 +1,1 @@
+"""The drafter step and the loop around it."""
