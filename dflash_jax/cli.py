@@ -10,7 +10,7 @@ EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 
 
-class Interrupted(Exception):
+class Interrupted(Exception):  # noqa: N818 - a stop, not an error
     """Raised when a run was stopped by a signal after its state was saved; the message says how to go on."""
 
 

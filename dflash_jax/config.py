@@ -73,7 +73,7 @@ class DrafterSection(Section):
     mask_token_id: Annotated[int, Field(ge=0)] | None = None
     """An unused row of the target's embedding; required unless `init_from` brings it."""
     taps: Count = 5
-    """Number of tapped target layers, spread by the formula of the DFlash authors, when `target_layer_ids` is absent."""
+    """Number of tapped target layers, spread by the authors' formula, when `target_layer_ids` is absent."""
     target_layer_ids: tuple[int, ...] | None = None
     """0-based decoder blocks whose outputs are the features."""
     intermediate_size: Count | None = None
@@ -81,7 +81,7 @@ class DrafterSection(Section):
     num_key_value_heads: Count | None = None
     head_dim: Count | None = None
     init_from: str | None = None
-    """A published or exported drafter folder to start from; it brings its own shape, and the keys above must be absent."""
+    """A published or exported drafter folder to start from; it brings its shape, so the keys above must be absent."""
 
     @model_validator(mode="after")
     def _check(self) -> "DrafterSection":

@@ -6,6 +6,7 @@ than absent), of type Auto: the compiler propagates shardings from the weights, 
 
 import os
 import re
+from typing import Any
 
 import jax
 import numpy as np
@@ -30,6 +31,9 @@ RULES: dict[str | None, str | tuple[str, ...] | None] = {
     None: None,
 }
 """Logical axis of a weight or activation -> mesh axis."""
+
+Leaf = Any
+"""A leaf of a pytree class: an array, or what stands for it: its abstract value or its sharding."""
 
 _DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 
@@ -105,7 +109,7 @@ def batch_shards(mesh: Mesh) -> int:
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """Pin an activation to its logical axes on the ambient mesh (`jax.set_mesh`); without one, on one device, a no-op."""
+    """Pin an activation to its logical axes on the ambient mesh (`jax.set_mesh`); without a mesh, a no-op."""
     if jax.sharding.get_abstract_mesh().empty:
         return x
     return jax.lax.with_sharding_constraint(x, spec_of(axes))

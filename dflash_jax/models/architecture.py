@@ -7,6 +7,7 @@ run's config and its target; the rules that tie the two together are checked her
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from dflash_jax.config import DrafterSection
@@ -137,8 +138,10 @@ def check_pair(drafter: DrafterArchitecture, target: TargetArchitecture, where: 
     ids, rows = drafter.target_layer_ids, target.vocab_size
     if not 0 <= drafter.mask_token_id < rows:
         raise UserError(f"{where}: mask_token_id {drafter.mask_token_id} is outside the target's {rows} embedding rows")
-    if any(b <= a for a, b in zip(ids, ids[1:], strict=False)):
-        raise UserError(f"{where}: target_layer_ids {list(ids)} must rise strictly; list them by hand for a small target")
+    if any(b <= a for a, b in pairwise(ids)):
+        raise UserError(
+            f"{where}: target_layer_ids {list(ids)} must rise strictly; list them by hand for a small target"
+        )
     if ids[0] < 0 or ids[-1] >= target.num_layers:
         raise UserError(f"{where}: target_layer_ids {list(ids)} leave the target's layers 0..{target.num_layers - 1}")
     for name, mine, theirs in (
@@ -148,7 +151,9 @@ def check_pair(drafter: DrafterArchitecture, target: TargetArchitecture, where: 
         ("num_target_layers", drafter.num_target_layers, target.num_layers),
     ):
         if mine != theirs:
-            raise UserError(f"{where}: {name} is {mine} but the target's is {theirs}; this drafter is of another target")
+            raise UserError(
+                f"{where}: {name} is {mine} but the target's is {theirs}; this drafter is of another target"
+            )
     if drafter.num_heads % drafter.num_kv_heads:
         raise UserError(
             f"{where}: {drafter.num_heads} attention heads are no multiple of {drafter.num_kv_heads} key-value heads"
@@ -234,7 +239,7 @@ def parse_rope(config: Mapping[str, Any], where: str) -> Rope:
 
 
 def parse_drafter(config: Mapping[str, Any], where: str) -> DrafterArchitecture:
-    """Read a published DFlash `config.json`: each field from the nested `dflash_config` first, else from the top level."""
+    """Read a published DFlash `config.json`: each field from `dflash_config` first, else from the top level."""
     nested = config.get("dflash_config") or {}
 
     def field(name: str, default: Any = None) -> Any:

@@ -128,7 +128,7 @@ class Drafter(nnx.Module):
         self, hidden: Float[Array, "*batch hidden"], projection: Float[Array, "vocab hidden"]
     ) -> Float[Array, "*batch vocab"]:
         """float32 draft logits through the target's projection."""
-        return scale_logits(matmul(hidden, projection).astype(jnp.float32), self.arch)
+        return scale_logits(matmul(hidden, projection, jnp.float32), self.arch)
 
 
 @dataclass(frozen=True)
@@ -148,9 +148,7 @@ def scale_logits(logits: Float[Array, "*batch"], arch: DrafterArchitecture) -> F
     return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
-def mask_blocks(
-    anchor_tokens: Int[Array, "*batch"], block_size: int, mask_token_id: int
-) -> Int[Array, "*batch block"]:
+def mask_blocks(anchor_tokens: Int[Array, "*batch"], block_size: int, mask_token_id: int) -> Int[Array, "*batch block"]:
     """`[x_anchor, MASK, .., MASK]` for each anchor."""
     masks = jnp.full((*anchor_tokens.shape, block_size - 1), mask_token_id, anchor_tokens.dtype)
     return jnp.concatenate([anchor_tokens[..., None], masks], axis=-1)

@@ -14,10 +14,18 @@ from dflash_jax.models.architecture import Rope
 from dflash_jax.models.weights import ones, weight, zeros
 
 
-def matmul(x: Float[Array, "*batch inner"], matrix: Float[Array, "outer inner"]) -> Float[Array, "*batch outer"]:
-    """`x @ matrix.T` with a two-dimensional left operand (faster on CPU), in the dtype of `x`."""
+def matmul(
+    x: Float[Array, "*batch inner"],
+    matrix: Float[Array, "outer inner"],
+    out_dtype: jax.typing.DTypeLike | None = None,
+) -> Float[Array, "*batch outer"]:
+    """`x @ matrix.T` with a two-dimensional left operand (faster on CPU), in the dtype of `x`.
+
+    `out_dtype` keeps the accumulator's precision, as float32 for logits.
+    """
     flat = x.reshape(-1, x.shape[-1])
-    out = jax.lax.dot_general(flat, matrix.astype(x.dtype), (((1,), (1,)), ((), ())))
+    contract = (((1,), (1,)), ((), ()))
+    out = jax.lax.dot_general(flat, matrix.astype(x.dtype), contract, preferred_element_type=out_dtype)
     return out.reshape(*x.shape[:-1], matrix.shape[0])
 
 

@@ -134,7 +134,7 @@ class Target(nnx.Module):
 
     def logits(self, x: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
         """float32 logits of a residual stream before the final norm."""
-        return matmul(self.model.norm(x), self.projection()).astype(jnp.float32)
+        return matmul(self.model.norm(x), self.projection(), jnp.float32)
 
 
 @dataclass(frozen=True)

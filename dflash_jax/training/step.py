@@ -1,0 +1,287 @@
+"""The drafter step: features in, summed gradients, one update. Pure functions, jitted with explicit shardings.
+
+`accumulate(state, tables, features) -> state` adds a micro-batch's unnormalised gradient and sums;
+`update(state) -> state, metrics` divides by the global weight, clips, applies AdamW and empties the sums. So loss,
+gradient and norm do not depend on accumulation or mesh. The state is donated to both.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from dflash_jax.models import weights
+from dflash_jax.models.architecture import DrafterArchitecture, TargetArchitecture
+from dflash_jax.models.drafter import Drafter
+from dflash_jax.models.target import Target
+from dflash_jax.models.weights import Params
+from dflash_jax.parallel import Leaf, batch_shards, sharding_of
+from dflash_jax.telemetry.drafting import DraftingSums, drafting_metrics, drafting_sums
+from dflash_jax.training.anchors import Blocks, draw_anchors, eligible_anchors, lay_out_blocks
+from dflash_jax.training.objective import position_weights, projected_cross_entropy
+from dflash_jax.training.optimizer import optimizer_shardings
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Batch:
+    """Rows padded to one bucket edge, on the devices."""
+
+    tokens: Leaf
+    """`[batch, seq]` int32."""
+    loss_mask: Leaf
+    """`[batch, seq]` bool: the assistant's tokens."""
+    lengths: Leaf
+    """`[batch]` int32: real tokens a row; 0 for a row that fills up the batch."""
+    row_ids: Leaf
+    """`[batch]` int32: the row's number in the records."""
+    epoch: Leaf
+    """int32 scalar."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Features:
+    """A batch and what the target said about it."""
+
+    batch: Batch
+    taps: tuple[Leaf, ...]
+    """One `[batch, seq, hidden]` a tapped layer."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Tables:
+    """The target's frozen input and output tables (one array twice where they are tied)."""
+
+    embedding: Leaf
+    """`[vocab, hidden]`."""
+    projection: Leaf
+    """`[vocab, hidden]`."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """All that a step changes. `gradient` and `sums` are empty between optimizer steps."""
+
+    step: Leaf
+    """int32 scalar: updates done."""
+    key: Leaf
+    """Typed PRNG key of the anchors; constant."""
+    params: Params
+    optimizer: optax.OptState
+    gradient: Params
+    sums: DraftingSums
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """What the step needs to know besides arrays."""
+
+    drafter: DrafterArchitecture
+    target: TargetArchitecture
+    optimizer: optax.GradientTransformation
+    schedule: optax.Schedule
+    anchors: int
+    gamma: float
+    compute_dtype: jax.typing.DTypeLike
+
+
+def tables_of(params: Params) -> Tables:
+    """The tables inside a target's parameters."""
+    embedding = params["model"]["embed_tokens"]["weight"]
+    return Tables(embedding, params["lm_head"]["weight"] if "lm_head" in params else embedding)
+
+
+def target_features(graph: nnx.GraphDef, taps: tuple[int, ...], params: Params, batch: Batch) -> Features:
+    """Run the frozen target up to its last tapped block. Rows are right-padded, so no real token sees padding."""
+    target: Target = nnx.merge(graph, params)
+    positions = jnp.broadcast_to(jnp.arange(batch.tokens.shape[1])[None, :], batch.tokens.shape)
+    _, tapped, _ = target(batch.tokens, positions, taps=taps, layers=taps[-1] + 1)
+    return Features(batch, tapped)
+
+
+def block_loss(
+    params: Params,
+    graph: nnx.GraphDef,
+    tables: Tables,
+    taps: tuple[Float[Array, "batch seq hidden"], ...],
+    blocks: Blocks,
+    lengths: Int[Array, "batch"],
+    settings: StepSettings,
+    shards: int = 1,
+) -> tuple[Float[Array, ""], DraftingSums]:
+    """Unnormalised loss of a batch of blocks, and all sums; `reference` is arXiv 2602.06036 section 4."""
+    drafter: Drafter = nnx.merge(graph, params)
+    batch, seq = taps[0].shape[:2]
+    positions = jnp.broadcast_to(jnp.arange(seq)[None, :], (batch, seq))
+    context = drafter.context([tap.astype(settings.compute_dtype) for tap in taps], positions)
+    hidden = drafter(blocks.tokens, blocks.anchors, context, tables.embedding, settings.compute_dtype)
+    decay = position_weights(settings.drafter.block_size, settings.gamma)
+    label_weights = blocks.valid.astype(jnp.float32) * decay[None, None, :]
+    # Offset 0 is given, so its row is dropped before the projection.
+    loss, correct = projected_cross_entropy(
+        hidden[:, :, 1:].reshape(batch, -1, hidden.shape[-1]),
+        tables.projection,
+        blocks.labels.reshape(batch, -1),
+        label_weights.reshape(batch, -1),
+        settings.drafter,
+        shards,
+    )
+    correct = correct.reshape(blocks.valid.shape)
+    sums = drafting_sums(loss, label_weights.sum(), correct, blocks.valid, blocks.keep, lengths, seq)
+    return loss, sums
+
+
+def accumulate(
+    graph: nnx.GraphDef, settings: StepSettings, shards: int, state: TrainState, tables: Tables, features: Features
+) -> TrainState:
+    """Add one micro-batch: draw its anchors, lay out its blocks, sum gradient and metrics."""
+    batch = features.batch
+    eligible = eligible_anchors(batch.loss_mask, batch.lengths, settings.drafter.block_size)
+    anchors, keep = draw_anchors(state.key, batch.epoch, batch.row_ids, eligible, settings.anchors)
+    blocks = lay_out_blocks(
+        batch.tokens,
+        batch.loss_mask,
+        batch.lengths,
+        anchors,
+        keep,
+        settings.drafter.block_size,
+        settings.drafter.mask_token_id,
+    )
+    gradient, sums = jax.grad(block_loss, has_aux=True)(
+        state.params, graph, tables, features.taps, blocks, batch.lengths, settings, shards
+    )
+    return replace(state, gradient=jax.tree.map(jnp.add, state.gradient, gradient), sums=state.sums + sums)
+
+
+def update(settings: StepSettings, state: TrainState) -> tuple[TrainState, dict[str, Array]]:
+    """One optimizer step on the accumulated gradient.
+
+    The reported norm is the one that `optax.clip_by_global_norm` computes from the same arrays: the compiler merges
+    the two into one reduction.
+    """
+    scale = 1.0 / jnp.maximum(state.sums.weight, 1e-30)
+    gradient = jax.tree.map(lambda g: g * scale, state.gradient)
+    grad_norm = optax.tree.norm(gradient)
+    updates, optimizer_state = settings.optimizer.update(gradient, state.optimizer, state.params)
+    metrics = {
+        **drafting_metrics(state.sums),
+        "grad_norm": grad_norm,
+        "learning_rate": settings.schedule(state.step),
+    }
+    state = TrainState(
+        step=state.step + 1,
+        key=state.key,
+        params=optax.apply_updates(state.params, updates),
+        optimizer=optimizer_state,
+        gradient=jax.tree.map(jnp.zeros_like, state.gradient),
+        sums=DraftingSums.zeros(settings.drafter.block_size),
+    )
+    return state, metrics
+
+
+@dataclass(frozen=True)
+class Step:
+    """The jitted functions of a run and where their arguments live. Every shape is compiled by `compile_shape`."""
+
+    features: Callable[[Params, Batch], Features]
+    accumulate: Callable[[TrainState, Tables, Features], TrainState]
+    update: Callable[[TrainState], tuple[TrainState, dict[str, Array]]]
+    specs: Params
+    """`WeightSpec` of each drafter weight."""
+    state_shardings: TrainState
+    batch_shardings: Batch
+
+
+def make_step(target_graph: nnx.GraphDef, target_specs: Params, settings: StepSettings, mesh: Mesh) -> Step:
+    """Jit the three functions over `mesh`, with explicit shardings in and out and the state donated."""
+    graph, specs = weights.split(Drafter(settings.drafter))
+    rows, replicated = sharding_of(mesh, "batch"), sharding_of(mesh)
+    matrix = sharding_of(mesh, "batch", None)
+    batch = Batch(matrix, matrix, rows, rows, replicated)
+    features = Features(batch, (sharding_of(mesh, "batch", None, None),) * len(settings.drafter.target_layer_ids))
+    target = weights.shardings(target_specs, mesh)
+    params = weights.shardings(specs, mesh)
+    state = TrainState(
+        step=replicated,
+        key=replicated,
+        params=params,
+        optimizer=optimizer_shardings(settings.optimizer, weights.abstract(specs, mesh), params, replicated),
+        gradient=params,
+        sums=jax.tree.map(lambda _: replicated, jax.eval_shape(lambda: DraftingSums.zeros(2))),
+    )
+    return Step(
+        features=jax.jit(
+            partial(target_features, target_graph, settings.drafter.target_layer_ids),
+            in_shardings=(target, batch),
+            out_shardings=features,
+        ),
+        accumulate=jax.jit(
+            partial(accumulate, graph, settings, batch_shards(mesh)),
+            in_shardings=(state, tables_of(target), features),
+            out_shardings=state,
+            donate_argnums=0,
+        ),
+        update=jax.jit(
+            partial(update, settings), in_shardings=(state,), out_shardings=(state, replicated), donate_argnums=0
+        ),
+        specs=specs,
+        state_shardings=state,
+        batch_shardings=batch,
+    )
+
+
+def init_state(step: Step, settings: StepSettings, seed: int, mesh: Mesh, params: Params | None = None) -> TrainState:
+    """The state before step 0: fresh weights N(0, 0.02), or the given ones."""
+    init_key, anchor_key = jax.random.split(jax.random.key(seed))
+    if params is None:
+        params = weights.initialise(step.specs, init_key, mesh)
+
+    def build(params: Params, key: Array) -> TrainState:
+        return TrainState(
+            step=jnp.int32(0),
+            key=key,
+            params=params,
+            optimizer=settings.optimizer.init(params),
+            gradient=jax.tree.map(jnp.zeros_like, params),
+            sums=DraftingSums.zeros(settings.drafter.block_size),
+        )
+
+    return jax.jit(build, out_shardings=step.state_shardings, donate_argnums=0)(params, anchor_key)
+
+
+def abstract_state(step: Step, settings: StepSettings, mesh: Mesh) -> TrainState:
+    """Shapes, dtypes and shardings of the state, without arrays: for compiling ahead and for restoring."""
+    params = weights.abstract(step.specs, mesh)
+
+    def build(params: Params) -> TrainState:
+        return TrainState(
+            step=jnp.int32(0),
+            key=jax.random.key(0),
+            params=params,
+            optimizer=settings.optimizer.init(params),
+            gradient=params,
+            sums=DraftingSums.zeros(settings.drafter.block_size),
+        )
+
+    shapes = jax.eval_shape(build, params)
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, step.state_shardings
+    )
+
+
+def abstract_batch(step: Step, rows: int, seq: int) -> Batch:
+    """Shape of a batch of `rows` rows at bucket edge `seq`."""
+    tokens, vector = ((rows, seq), jnp.int32), ((rows,), jnp.int32)
+    shapes = Batch(tokens, ((rows, seq), jnp.bool_), vector, vector, ((), jnp.int32))
+    return jax.tree.map(
+        lambda sharding, shape: jax.ShapeDtypeStruct(*shape, sharding=sharding), step.batch_shardings, shapes
+    )
