@@ -6,6 +6,8 @@ than absent), of type Auto: the compiler propagates shardings from the weights, 
 
 import os
 import re
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import jax
@@ -109,7 +111,7 @@ def batch_shards(mesh: Mesh) -> int:
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """Pin an activation to its logical axes on the ambient mesh (`jax.set_mesh`); without a mesh, a no-op."""
+    """Pin an activation to its logical axes on the ambient mesh (`on_mesh`); without a mesh, a no-op."""
     if jax.sharding.get_abstract_mesh().empty:
         return x
     return jax.lax.with_sharding_constraint(x, spec_of(axes))
@@ -121,3 +123,14 @@ def compute_dtype(section: DevicesSection) -> jax.typing.DTypeLike:
     if name == "auto":
         name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     return jax.numpy.dtype(name)
+
+
+def on_mesh(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` traced with `mesh` as its ambient mesh, so that `constrain` inside it has a meaning."""
+
+    @wraps(function)
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return function(*args, **kwargs)
+
+    return traced

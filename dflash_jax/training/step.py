@@ -16,33 +16,17 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
+from dflash_jax.data.loader import Batch
 from dflash_jax.models import weights
 from dflash_jax.models.architecture import DrafterArchitecture, TargetArchitecture
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.target import Target
 from dflash_jax.models.weights import Params
-from dflash_jax.parallel import Leaf, batch_shards, sharding_of
+from dflash_jax.parallel import Leaf, batch_shards, on_mesh, sharding_of
 from dflash_jax.telemetry.drafting import DraftingSums, drafting_metrics, drafting_sums
 from dflash_jax.training.anchors import Blocks, draw_anchors, eligible_anchors, lay_out_blocks
 from dflash_jax.training.objective import position_weights, projected_cross_entropy
 from dflash_jax.training.optimizer import optimizer_shardings
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Batch:
-    """Rows padded to one bucket edge, on the devices."""
-
-    tokens: Leaf
-    """`[batch, seq]` int32."""
-    loss_mask: Leaf
-    """`[batch, seq]` bool: the assistant's tokens."""
-    lengths: Leaf
-    """`[batch]` int32: real tokens a row; 0 for a row that fills up the batch."""
-    row_ids: Leaf
-    """`[batch]` int32: the row's number in the records."""
-    epoch: Leaf
-    """int32 scalar."""
 
 
 @jax.tree_util.register_dataclass
@@ -220,12 +204,12 @@ def make_step(target_graph: nnx.GraphDef, target_specs: Params, settings: StepSe
     )
     return Step(
         features=jax.jit(
-            partial(target_features, target_graph, settings.drafter.target_layer_ids),
+            on_mesh(mesh, partial(target_features, target_graph, settings.drafter.target_layer_ids)),
             in_shardings=(target, batch),
             out_shardings=features,
         ),
         accumulate=jax.jit(
-            partial(accumulate, graph, settings, batch_shards(mesh)),
+            on_mesh(mesh, partial(accumulate, graph, settings, batch_shards(mesh))),
             in_shardings=(state, tables_of(target), features),
             out_shardings=state,
             donate_argnums=0,

@@ -1,0 +1,94 @@
+"""The Grain pipeline: planned batches -> padded arrays, read ahead by threads.
+
+The stream is a function of its index: batch i of a run is the same after any restart, for any number of threads. So
+the loader's whole state is the number of batches taken.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import jax
+import numpy as np
+
+from dflash_jax.data.plan import FILLER, PlannedBatch, batches_per_epoch, plan_epoch
+from dflash_jax.data.records import Records, unpack
+from dflash_jax.parallel import Leaf
+
+PREFETCH = 16
+"""Batches that are read ahead."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Batch:
+    """Rows padded to one bucket edge, on the devices."""
+
+    tokens: Leaf
+    """`[batch, seq]` int32."""
+    loss_mask: Leaf
+    """`[batch, seq]` bool: the assistant's tokens."""
+    lengths: Leaf
+    """`[batch]` int32: real tokens a row; 0 for a row that fills up the batch."""
+    row_ids: Leaf
+    """`[batch]` int32: the row's number in the records."""
+    epoch: Leaf
+    """int32 scalar."""
+
+
+@dataclass(frozen=True)
+class LoadedBatch:
+    """A batch on the host, this process's rows only, with its place in the run."""
+
+    batch_id: int
+    edge: int
+    arrays: Batch
+
+
+class BatchSource:
+    """Random access to the batches of a run, for Grain."""
+
+    def __init__(self, records: Records, edges: tuple[int, ...], batch_size: int, seed: int, batches: int):
+        """The first `batches` batches of a run over `records`, epoch after epoch."""
+        import grain
+
+        self._rows = grain.sources.ArrayRecordDataSource(list(records.paths))
+        self._lengths = records.lengths
+        self._plan = lru_cache(maxsize=2)(lambda epoch: plan_epoch(records.lengths, edges, batch_size, seed, epoch))
+        self._per_epoch = batches_per_epoch(len(records.lengths), batch_size)
+        self._batches = batches
+
+    def __len__(self) -> int:
+        return self._batches
+
+    def planned(self, batch_id: int) -> tuple[int, PlannedBatch]:
+        """Epoch and plan of a batch."""
+        epoch, index = divmod(batch_id, self._per_epoch)
+        return epoch, self._plan(epoch)[index]
+
+    def __getitem__(self, batch_id: int) -> LoadedBatch:
+        epoch, planned = self.planned(batch_id)
+        share = len(planned.rows) // jax.process_count()
+        mine = planned.rows[jax.process_index() * share :][:share]
+        tokens = np.zeros((share, planned.edge), np.int32)
+        loss_mask = np.zeros((share, planned.edge), bool)
+        lengths = np.zeros(share, np.int32)
+        for slot, row in enumerate(mine):
+            if row != FILLER:
+                lengths[slot] = length = int(self._lengths[row])
+                tokens[slot, :length], loss_mask[slot, :length] = unpack(self._rows[int(row)], length)
+        batch = Batch(tokens, loss_mask, lengths, mine.astype(np.int32), np.int32(epoch))
+        return LoadedBatch(batch_id, planned.edge, batch)
+
+
+def read_ahead(source: BatchSource, start: int, threads: int) -> Iterator[LoadedBatch]:
+    """Batches from index `start` on, in order."""
+    import grain
+
+    options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=PREFETCH)
+    return iter(grain.MapDataset.source(source)[start:].to_iter_dataset(options))
+
+
+def place(batch: Batch, shardings: Batch) -> Batch:
+    """Global arrays from this process's rows."""
+    return jax.tree.map(lambda rows, sharding: jax.make_array_from_process_local_data(sharding, rows), batch, shardings)
