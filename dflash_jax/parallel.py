@@ -24,7 +24,7 @@ BATCH_AXES = ("data", "fsdp")
 
 RULES: dict[str | None, str | tuple[str, ...] | None] = {
     "batch": BATCH_AXES,
-    "vocab": "tensor",
+    "vocab": ("tensor", "fsdp"),
     "embed": "fsdp",
     "heads": "tensor",
     "kv_heads": "tensor",

@@ -168,8 +168,11 @@ def check_mesh(target: TargetArchitecture, drafter: DrafterArchitecture | None, 
     for owner, arch in (("target", target), ("drafter", drafter)):
         if arch is None:
             continue
+        if arch.vocab_size % (tensor * fsdp):
+            raise UserError(
+                f"devices: fsdp x tensor = {fsdp * tensor} does not divide the {owner}'s vocab_size {arch.vocab_size}"
+            )
         for name, size in (
-            ("vocab_size", arch.vocab_size),
             ("num_attention_heads", arch.num_heads),
             ("num_key_value_heads", arch.num_kv_heads),
             ("intermediate_size", arch.intermediate_size),

@@ -25,7 +25,7 @@ class Embedding(nnx.Module):
     """Rows `weight [vocab, hidden]`; also the output projection of a target with tied embeddings."""
 
     def __init__(self, vocab: int, hidden: int):
-        self.weight = weight((vocab, hidden), ("vocab", "embed"))
+        self.weight = weight((vocab, hidden), ("vocab", None))
 
 
 class Attention(nnx.Module):

@@ -1,0 +1,151 @@
+"""Plain decoding of the target: the answers that drafters are trained on, and the yardstick of speculative decoding."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float, Int
+
+from dflash_jax.decoding.prompts import PromptBatch, batch_prompts
+from dflash_jax.models.target import Cache, FrozenTarget, Target
+from dflash_jax.models.weights import Params
+from dflash_jax.parallel import Leaf, on_mesh, sharding_of
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Answers:
+    """What a batch of prompts was answered with."""
+
+    tokens: Leaf
+    """`[batch, max_new]` int32; meaningful up to `counts`, the stop token included."""
+    counts: Leaf
+    """`[batch]` int32; 0 for rows that fill up the batch."""
+    gaps: Leaf
+    """`[batch, max_new]` float32: the target's top-2 logit gap where each token was chosen."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _PlainState:
+    answers: Answers
+    token: Leaf
+    position: Leaf
+    done: Leaf
+    cache: Cache
+
+
+def is_stop(tokens: Int[Array, "*batch"], stop_ids: tuple[int, ...]) -> Bool[Array, "*batch"]:
+    """Whether each token ends an answer."""
+    return jnp.isin(tokens, jnp.array(stop_ids, jnp.int32)) if stop_ids else jnp.zeros(tokens.shape, bool)
+
+
+def prefill(
+    target: Target, batch: PromptBatch, capacity: int, taps: tuple[int, ...] = ()
+) -> tuple[Float[Array, "batch vocab"], Cache, tuple[Float[Array, "batch prompt hidden"], ...]]:
+    """Read the prompts: logits after each prompt's last token, a cache of `capacity` slots, the tapped features.
+
+    Slots behind a prompt's end hold padding; decoding overwrites each before a query can see it.
+    """
+    width = batch.tokens.shape[1]
+    positions = jnp.broadcast_to(jnp.arange(width)[None, :], batch.tokens.shape)
+    x, tapped, cache = target(batch.tokens, positions, taps=taps)
+    last = jnp.take_along_axis(x, (batch.lengths - 1)[:, None, None], axis=1)[:, 0]
+    return target.logits(last), widen(cache, capacity), tapped
+
+
+def widen(cache: Cache, capacity: int) -> Cache:
+    """Zero slots added at the end."""
+    pad = capacity - cache[0][0].shape[1]
+    return jax.tree.map(lambda slots: jnp.pad(slots, ((0, 0), (0, pad), (0, 0), (0, 0))), cache)
+
+
+def top2_gap(logits: Float[Array, "*batch vocab"]) -> Float[Array, "*batch"]:
+    """Difference of the two largest logits."""
+    best, _ = jax.lax.top_k(logits, 2)
+    return best[..., 0] - best[..., 1]
+
+
+def decode_plain(
+    graph: nnx.GraphDef,
+    stop_ids: tuple[int, ...],
+    max_new_tokens: int,
+    sample: bool,
+    params: Params,
+    batch: PromptBatch,
+    key: Array,
+    temperature: Float[Array, ""],
+) -> Answers:
+    """Answer a batch token by token inside one jitted loop.
+
+    With `sample`, a row's draws come from (key, prompt number, token number), so they do not depend on its batch.
+    """
+    target: Target = nnx.merge(graph, params)
+    rows, width = batch.tokens.shape
+    row_keys = jax.vmap(lambda index: jax.random.fold_in(key, index))(batch.indices)
+
+    def choose(logits: Array, count: Array) -> Array:
+        if not sample:
+            return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        keys = jax.vmap(jax.random.fold_in)(row_keys, count)
+        return jax.vmap(jax.random.categorical)(keys, logits / temperature).astype(jnp.int32)
+
+    def write(answers: Answers, token: Array, logits: Array, active: Array) -> Answers:
+        slot = jnp.where(active, answers.counts, max_new_tokens)
+        here = jnp.arange(max_new_tokens)[None, :] == slot[:, None]
+        return Answers(
+            tokens=jnp.where(here, token[:, None], answers.tokens),
+            counts=answers.counts + active,
+            gaps=jnp.where(here, top2_gap(logits)[:, None], answers.gaps),
+        )
+
+    def advance(state: _PlainState) -> _PlainState:
+        x, _, cache = target(state.token[:, None], state.position[:, None], cache=state.cache)
+        logits = target.logits(x[:, 0])
+        token = choose(logits, state.answers.counts)
+        active = ~state.done
+        answers = write(state.answers, token, logits, active)
+        done = state.done | is_stop(token, stop_ids) | (answers.counts >= max_new_tokens)
+        position = jnp.where(active, state.position + 1, state.position)
+        return _PlainState(answers, jnp.where(active, token, state.token), position, done, cache)
+
+    logits, cache, _ = prefill(target, batch, width + max_new_tokens)
+    empty = Answers(
+        tokens=jnp.zeros((rows, max_new_tokens), jnp.int32),
+        counts=jnp.zeros((rows,), jnp.int32),
+        gaps=jnp.zeros((rows, max_new_tokens), jnp.float32),
+    )
+    active = batch.indices >= 0
+    token = choose(logits, empty.counts)
+    answers = write(empty, token, logits, active)
+    done = ~active | is_stop(token, stop_ids) | (answers.counts >= max_new_tokens)
+    state = _PlainState(answers, token, batch.lengths, done, cache)
+    return jax.lax.while_loop(lambda state: ~state.done.all(), advance, state).answers
+
+
+def make_plain_decoder(
+    target: FrozenTarget, max_new_tokens: int, mesh: Mesh, temperature: float = 0.0, seed: int = 0
+) -> Callable[[PromptBatch], Answers]:
+    """A jitted `batch -> answers`; temperature 0 is greedy."""
+    sample = temperature > 0
+    decode = partial(decode_plain, target.graph, target.stop_ids, max_new_tokens, sample)
+    jitted = jax.jit(on_mesh(mesh, decode), out_shardings=sharding_of(mesh))
+    key = jax.device_put(jax.random.key(seed), sharding_of(mesh))
+    heat = jax.device_put(np.float32(temperature if sample else 1.0), sharding_of(mesh))
+    return lambda batch: jitted(target.params, batch, key, heat)
+
+
+def generate(
+    decoder: Callable[[PromptBatch], Answers], prompts: Sequence[Sequence[int]], batch_size: int, mesh: Mesh
+) -> Iterator[tuple[int, list[int]]]:
+    """(prompt number, answer ids) in order, the stop token included where it was reached."""
+    for batch in batch_prompts(prompts, batch_size, mesh):
+        answers, indices = jax.device_get((decoder(batch), batch.indices))
+        for slot, index in enumerate(indices):
+            if index >= 0:
+                yield int(index), answers.tokens[slot, : answers.counts[slot]].tolist()
