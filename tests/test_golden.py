@@ -55,8 +55,8 @@ class GoldenStep:
         optimizer = make_optimizer(OptimizerSection(b2=0.999), lambda count: jnp.float32(6e-4))
         gamma = config["loss_decay_gamma"]
         self.settings = StepSettings(drafter, target, optimizer, lambda c: jnp.float32(6e-4), 12, gamma, jnp.float32)
-        graph, specs = weights.split(Target(target))
-        self.step = make_step(graph, specs, self.settings, self.mesh)
+        _, specs = weights.split(Target(target))
+        self.step = make_step(self.settings, self.mesh)
         self.target_params = place(specs, self.mesh, self.arrays("target."))
         params = place(self.step.specs, self.mesh, self.arrays("drafter."))
         self.state = init_state(self.step, self.settings, 0, self.mesh, params)

@@ -6,6 +6,7 @@ guess there, as it has to with real text.
 """
 
 from collections.abc import Iterator
+from itertools import count, islice
 from typing import TypedDict
 
 import numpy as np
@@ -45,15 +46,12 @@ def make_conversation(rng: Generator) -> Conversation:
     return as_conversation(exchange.question, exchange.answer)
 
 
-def exchanges(seed: int, count: int) -> Iterator[tuple[str, Exchange]]:
-    """The first `count` exchanges of a seed, with their tasks.
-
-    Each has a random generator of its own, so a longer list begins with the shorter one.
-    """
-    for index in range(count):
+def exchanges(seed: int) -> Iterator[tuple[str, Exchange]]:
+    """The endless exchanges of a seed, with their tasks; each has a random generator of its own."""
+    for index in count():
         yield make_exchange(np.random.default_rng((seed, index)))
 
 
-def conversations(seed: int, count: int) -> list[Conversation]:
-    """The first `count` conversations of a seed."""
-    return [as_conversation(exchange.question, exchange.answer) for _, exchange in exchanges(seed, count)]
+def conversations(seed: int, number: int) -> list[Conversation]:
+    """The first `number` conversations of a seed."""
+    return [as_conversation(exchange.question, exchange.answer) for _, exchange in islice(exchanges(seed), number)]

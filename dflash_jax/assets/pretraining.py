@@ -18,11 +18,11 @@ from dflash_jax.models.target import Target
 from dflash_jax.models.weights import Params, initialise, split
 from dflash_jax.parallel import mesh_of
 
-BATCH_SIZE = 48
+BATCH_SIZE = 32
 EDGES = (72, 88, 112, 160)
 """Lengths that a batch is padded to; conversations longer than the last are left out."""
 
-SORTED_BATCHES = 16
+SORTED_BATCHES = 24
 """Batches whose conversations are sorted by length together, to save padding."""
 
 LEARNING_RATE = 4e-3

@@ -42,6 +42,8 @@ class LoadedBatch:
 
     batch_id: int
     edge: int
+    tokens: int
+    """Real tokens, over all processes."""
     arrays: Batch
 
 
@@ -70,15 +72,16 @@ class BatchSource:
         epoch, planned = self.planned(batch_id)
         share = len(planned.rows) // jax.process_count()
         mine = planned.rows[jax.process_index() * share :][:share]
-        tokens = np.zeros((share, planned.edge), np.int32)
+        ids = np.zeros((share, planned.edge), np.int32)
         loss_mask = np.zeros((share, planned.edge), bool)
         lengths = np.zeros(share, np.int32)
         for slot, row in enumerate(mine):
             if row != FILLER:
                 lengths[slot] = length = int(self._lengths[row])
-                tokens[slot, :length], loss_mask[slot, :length] = unpack(self._rows[int(row)], length)
-        batch = Batch(tokens, loss_mask, lengths, mine.astype(np.int32), np.int32(epoch))
-        return LoadedBatch(batch_id, planned.edge, batch)
+                ids[slot, :length], loss_mask[slot, :length] = unpack(self._rows[int(row)], length)
+        batch = Batch(ids, loss_mask, lengths, mine.astype(np.int32), np.int32(epoch))
+        tokens = int(self._lengths[planned.rows[planned.rows != FILLER]].sum())
+        return LoadedBatch(batch_id, planned.edge, tokens, batch)
 
 
 def read_ahead(source: BatchSource, start: int, threads: int) -> Iterator[LoadedBatch]:

@@ -71,7 +71,7 @@ class Evaluator:
     ):
         self._names = names
         self._batches = list(batch_prompts(prompts, batch_size, mesh))
-        self._indices = [np.asarray(batch.indices) for batch in self._batches]
+        self._indices = [jax.device_get(batch.indices) for batch in self._batches]
         self._plain_decoder = make_plain_decoder(target, max_new_tokens, mesh)
         self._chain_decoder = make_chain_decoder(target, drafter_graph, arch, max_new_tokens, mesh)
         self._plain: tuple[list[Answers], float] | None = None

@@ -174,19 +174,22 @@ def update(settings: StepSettings, state: TrainState) -> tuple[TrainState, dict[
 
 @dataclass(frozen=True)
 class Step:
-    """The jitted functions of a run and where their arguments live. Every shape is compiled by `compile_shape`."""
+    """The jitted functions of a run and where their arguments live; `compiled.py` makes executables of them."""
 
     features: Callable[[Params, Batch], Features]
     accumulate: Callable[[TrainState, Tables, Features], TrainState]
     update: Callable[[TrainState], tuple[TrainState, dict[str, Array]]]
+    graph: nnx.GraphDef
+    """The drafter's."""
     specs: Params
     """`WeightSpec` of each drafter weight."""
     state_shardings: TrainState
     batch_shardings: Batch
 
 
-def make_step(target_graph: nnx.GraphDef, target_specs: Params, settings: StepSettings, mesh: Mesh) -> Step:
+def make_step(settings: StepSettings, mesh: Mesh) -> Step:
     """Jit the three functions over `mesh`, with explicit shardings in and out and the state donated."""
+    target_graph, target_specs = weights.split(Target(settings.target))
     graph, specs = weights.split(Drafter(settings.drafter))
     rows, replicated = sharding_of(mesh, "batch"), sharding_of(mesh)
     matrix = sharding_of(mesh, "batch", None)
@@ -217,6 +220,7 @@ def make_step(target_graph: nnx.GraphDef, target_specs: Params, settings: StepSe
         update=jax.jit(
             partial(update, settings), in_shardings=(state,), out_shardings=(state, replicated), donate_argnums=0
         ),
+        graph=graph,
         specs=specs,
         state_shardings=state,
         batch_shardings=batch,

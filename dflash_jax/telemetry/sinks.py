@@ -1,0 +1,121 @@
+"""Where rows go: `metrics.jsonl`, the console, Weights & Biases."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from dflash_jax.telemetry.stream import Row
+
+
+class JsonlSink:
+    """One JSON object a row, on disk before the next is taken. The source of truth of a run."""
+
+    def __init__(self, path: Path):
+        self._file: TextIO = path.open("a", encoding="utf-8")
+
+    def write(self, row: Row) -> None:
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def truncate_rows(path: Path, step: int) -> None:
+    """Drop the rows after `step`, and a torn last line: a resumed run writes them again."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # the line that was being written when the process was killed
+        if row["step"] <= step:
+            kept.append(line)
+    temporary = path.with_suffix(".partial")
+    temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    os.replace(temporary, path)
+
+
+class ConsoleSink:
+    """A live `rich` line on a terminal; elsewhere about `PLAIN_LINES` plain lines a run."""
+
+    PLAIN_LINES = 20
+
+    def __init__(self, first_step: int, steps: int, console: Console | None = None):
+        self._console = console or Console(stderr=True)
+        self._steps = steps
+        self._every = max(1, steps // self.PLAIN_LINES)
+        self._progress = None
+        if self._console.is_terminal:
+            self._progress = Progress(
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(bar_width=12),
+                TextColumn("{task.description}"),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+                console=self._console,
+            )
+            self._task = self._progress.add_task("", total=steps, completed=first_step)
+            self._progress.start()
+
+    def write(self, row: Row) -> None:
+        if "loss" not in row:
+            self._say(" ".join(f"{key} {_short(value)}" for key, value in row.items()))
+            return
+        text = (
+            f"loss {row['loss']:.3f} norm {row['grad_norm']:.2f} accept {row['acceptance_length']:.2f} "
+            f"{row['tokens_per_second']:.0f} tok/s"
+        )
+        if self._progress is not None:
+            self._progress.update(self._task, completed=row["step"], description=text)
+        elif row["step"] % self._every == 0 or row["step"] in (1, self._steps):
+            left = (self._steps - row["step"]) * row["step_seconds"]
+            self._say(f"step {row['step']}/{self._steps} {text} {left:.0f} s left")
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, highlight=False, soft_wrap=True)
+
+
+class WandbSink:
+    """Weights & Biases; imported only when asked for."""
+
+    def __init__(self, mode: str, project: str, folder: Path, config: dict[str, Any], run_id: str, resumed: bool):
+        import wandb
+
+        self._run = wandb.init(
+            mode=mode,
+            project=project,
+            name=folder.name,
+            dir=str(folder),
+            config=config,
+            id=run_id,
+            resume="must" if resumed and mode == "online" else None,
+            settings=wandb.Settings(silent=True),
+        )
+
+    def write(self, row: Row) -> None:
+        flat: Row = {}
+        for key, value in row.items():
+            if isinstance(value, list):
+                flat |= {f"{key}/{index + 1}": item for index, item in enumerate(value)}
+            else:
+                flat[key] = value
+        self._run.log(flat, step=row["step"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _short(value: Any) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else str(value)

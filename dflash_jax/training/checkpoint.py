@@ -1,0 +1,160 @@
+"""Orbax behind a few functions: a step is one atomic folder with the drafter, the rest of the state, and the position.
+
+Saving copies to the host and writes in the background. `gradient` and `sums` of a `TrainState` are empty between steps
+and are not stored.
+"""
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from jax.sharding import Mesh
+
+from dflash_jax.errors import UserError
+from dflash_jax.models import weights
+from dflash_jax.models.architecture import parse_drafter
+from dflash_jax.models.drafter import Drafter, TrainedDrafter
+from dflash_jax.telemetry.drafting import DraftingSums
+from dflash_jax.training.step import TrainState
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a run stands, and what it is: the part of a checkpoint that is no array."""
+
+    step: int
+    batches: int
+    """Micro-batches taken from the plan."""
+    tokens: int
+    """Real tokens trained on."""
+    seconds: float
+    """Training seconds, pauses excluded."""
+    drafter: dict[str, Any]
+    """The drafter's `config.json`."""
+    config: dict[str, Any]
+    """The run's config."""
+    wandb_id: str
+    format: int = FORMAT
+
+    @classmethod
+    def start(cls, drafter: dict[str, Any], config: dict[str, Any], wandb_id: str) -> "Position":
+        """Before the first step."""
+        return cls(0, 0, 0, 0.0, drafter, config, wandb_id)
+
+    def after_batch(self, tokens: int) -> "Position":
+        """One micro-batch later."""
+        return replace(self, batches=self.batches + 1, tokens=self.tokens + tokens)
+
+    def after_step(self) -> "Position":
+        """One update later."""
+        return replace(self, step=self.step + 1)
+
+
+class Checkpoints:
+    """The checkpoints of a run folder."""
+
+    def __init__(self, folder: Path, keep: int | None = None):
+        """Open (and, when missing, make) `folder`; keep the newest `keep` steps."""
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, cleanup_tmp_directories=True)
+        self._manager = ocp.CheckpointManager(folder.resolve(), options=options)
+        self._folder = folder
+
+    def save(self, state: TrainState, position: Position) -> None:
+        """Start saving; returns when the arrays are copied. A step that is there already is left alone."""
+        if position.step in self._manager.all_steps():
+            return
+        rest = {"step": state.step, "key": state.key, "optimizer": state.optimizer}
+        self._manager.save(
+            position.step,
+            args=ocp.args.Composite(
+                drafter=ocp.args.StandardSave(state.params),
+                training=ocp.args.StandardSave(rest),
+                position=ocp.args.JsonSave(asdict(position)),
+            ),
+        )
+
+    def restore_latest(self, abstract: TrainState) -> tuple[TrainState, Position]:
+        """The newest state, in the shardings of `abstract`: the mesh may be another than the one it was saved from.
+
+        Raises:
+            UserError: no complete checkpoint, or one of another drafter or version.
+        """
+        step = self._manager.latest_step()
+        if step is None:
+            raise UserError(f"{self._folder} holds no complete checkpoint to resume from; start without --resume")
+        rest = {"step": abstract.step, "key": abstract.key, "optimizer": abstract.optimizer}
+        try:
+            found = self._manager.restore(
+                step,
+                args=ocp.args.Composite(
+                    drafter=ocp.args.StandardRestore(abstract.params),
+                    training=ocp.args.StandardRestore(rest),
+                    position=ocp.args.JsonRestore(),
+                ),
+            )
+        except (ValueError, KeyError, OSError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(f"checkpoint {self._folder / str(step)} does not fit this run: {reason}") from error
+        position = Position(**found["position"])
+        if position.format != FORMAT:
+            raise UserError(f"checkpoint {self._folder / str(step)} has format {position.format}, this reads {FORMAT}")
+        state = replace(abstract, params=found["drafter"], **found["training"])
+        return _with_empty_sums(state), position
+
+    def close(self) -> None:
+        """Wait for the writing and release."""
+        self._manager.wait_until_finished()
+        self._manager.close()
+
+
+def load_drafter_checkpoint(path: Path, mesh: Mesh) -> tuple[TrainedDrafter, Position]:
+    """The drafter of a run folder (its newest checkpoint) or of one checkpoint folder `<run>/checkpoints/<step>`.
+
+    Raises:
+        UserError: neither of the two, or incomplete.
+    """
+    folder, step = _locate(path)
+    saved = folder / str(step)
+    try:
+        position = Position(**json.loads((saved / "position" / "metadata").read_text()))
+    except (OSError, json.JSONDecodeError, TypeError) as error:
+        raise UserError(f"{saved} is no complete checkpoint of this version ({error})") from error
+    arch = parse_drafter(position.drafter, str(saved))
+    graph, specs = weights.split(Drafter(arch))
+    try:
+        with ocp.StandardCheckpointer() as reader:
+            params = reader.restore((saved / "drafter").resolve(), weights.abstract(specs, mesh))
+    except (ValueError, KeyError, OSError) as error:
+        raise UserError(f"{saved} cannot be read: {' '.join(str(error).split())[:200]}") from error
+    return TrainedDrafter(arch, graph, params), position
+
+
+def _locate(path: Path) -> tuple[Path, int]:
+    """The folder of checkpoints and the step."""
+    if path.name.isdigit() and (path / "position").is_dir():
+        return path.parent, int(path.name)
+    folder = path / "checkpoints"
+    steps = [int(entry.name) for entry in folder.iterdir() if entry.name.isdigit()] if folder.is_dir() else []
+    complete = [step for step in steps if (folder / str(step) / "position").is_dir()]
+    if not complete:
+        raise UserError(
+            f"{path} is no drafter: give a run folder with checkpoints, one of its checkpoints, or an exported folder"
+        )
+    return folder, max(complete)
+
+
+def _with_empty_sums(state: TrainState) -> TrainState:
+    shardings = jax.tree.map(lambda x: x.sharding, (state.gradient, state.sums))
+    offsets = state.sums.correct_at.shape[0]
+    zeros = jax.jit(
+        lambda params: (jax.tree.map(jnp.zeros_like, params), DraftingSums.zeros(offsets + 1)),
+        out_shardings=shardings,
+    )
+    gradient, sums = zeros(state.params)
+    return replace(state, gradient=gradient, sums=sums)

@@ -1,0 +1,29 @@
+#!/usr/bin/env python3
+"""Train a DFlash drafter: `python scripts/train.py --config configs/quickstart.yaml [section.key=value ...]`."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from dflash_jax import cli
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", type=Path, required=True, help="YAML recipe")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint of run.folder")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace the recipe's")
+    arguments = parser.parse_args()
+
+    from dflash_jax.config import load_config
+
+    config = load_config(arguments.config, arguments.overrides)
+
+    from dflash_jax.training.loop import train
+    from dflash_jax.training.summary import print_summary
+
+    print_summary(train(config, arguments.resume), sys.stdout)
+
+
+if __name__ == "__main__":
+    cli.run(main)
