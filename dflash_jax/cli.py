@@ -1,9 +1,24 @@
 """What every script shares: one-line errors, exit codes, Ctrl-C."""
 
+import argparse
+import json
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from dflash_jax.config import DevicesSection
 from dflash_jax.errors import UserError
 
 EXIT_USER_ERROR = 2
@@ -32,3 +47,55 @@ def run(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
+
+
+@contextmanager
+def progress(description: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    """A `rich` bar on stderr; yields a function that takes the number of items done."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(description, total=total)
+        yield lambda done: bar.advance(task, done)
+
+
+def json_arguments(text: str) -> dict[str, Any]:
+    """argparse type: a JSON object, for instance `{"enable_thinking": false}`."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
+    return value
+
+
+def positive(text: str) -> int:
+    """argparse type: an integer of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def add_device_arguments(parser: argparse.ArgumentParser) -> None:
+    """The mesh options of scripts that take no recipe."""
+    group = parser.add_argument_group("devices")
+    group.add_argument("--simulate", type=positive, help="number of simulated CPU devices")
+    group.add_argument("--fsdp", type=positive, default=1, help="devices that share the weights (default 1)")
+    group.add_argument("--tensor", type=positive, default=1, help="devices that split matrices (default 1)")
+    group.add_argument("--compute-dtype", choices=("auto", "float32", "bfloat16"), default="auto")
+
+
+def device_section(arguments: argparse.Namespace) -> DevicesSection:
+    """The mesh that `add_device_arguments` describes; all remaining devices share the batch."""
+    return DevicesSection(
+        simulate=arguments.simulate,
+        fsdp=arguments.fsdp,
+        tensor=arguments.tensor,
+        compute_dtype=arguments.compute_dtype,
+    )

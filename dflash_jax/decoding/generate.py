@@ -141,10 +141,17 @@ def make_plain_decoder(
 
 
 def generate(
-    decoder: Callable[[PromptBatch], Answers], prompts: Sequence[Sequence[int]], batch_size: int, mesh: Mesh
+    decoder: Callable[[PromptBatch], Answers],
+    prompts: Sequence[Sequence[int]],
+    batch_size: int,
+    mesh: Mesh,
+    numbers: Sequence[int] | None = None,
 ) -> Iterator[tuple[int, list[int]]]:
-    """(prompt number, answer ids) in order, the stop token included where it was reached."""
-    for batch in batch_prompts(prompts, batch_size, mesh):
+    """(prompt number, answer ids) in order, the stop token included where it was reached.
+
+    `numbers` are the prompts' numbers in their file when only some of it is answered; sampling depends on them.
+    """
+    for batch in batch_prompts(prompts, batch_size, mesh, numbers):
         answers, indices = jax.device_get((decoder(batch), batch.indices))
         for slot, index in enumerate(indices):
             if index >= 0:

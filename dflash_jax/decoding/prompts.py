@@ -58,9 +58,12 @@ def encode_prompts(
     return encoded
 
 
-def batch_prompts(prompts: Sequence[Sequence[int]], batch_size: int, mesh: Mesh) -> Iterator[PromptBatch]:
+def batch_prompts(
+    prompts: Sequence[Sequence[int]], batch_size: int, mesh: Mesh, numbers: Sequence[int] | None = None
+) -> Iterator[PromptBatch]:
     """Batches in file order; the batch is rounded up to a multiple of the mesh's batch shards."""
     shards = batch_shards(mesh)
+    numbers = range(len(prompts)) if numbers is None else numbers
     rows = -(-batch_size // shards) * shards
     for first in range(0, len(prompts), rows):
         part = prompts[first : first + rows]
@@ -70,7 +73,7 @@ def batch_prompts(prompts: Sequence[Sequence[int]], batch_size: int, mesh: Mesh)
         indices = np.full(rows, -1, np.int32)
         for slot, ids in enumerate(part):
             tokens[slot, : len(ids)] = ids
-            lengths[slot], indices[slot] = len(ids), first + slot
+            lengths[slot], indices[slot] = len(ids), numbers[first + slot]
         vector = sharding_of(mesh, "batch")
         shardings = PromptBatch(sharding_of(mesh, "batch", None), vector, vector)
         yield jax.device_put(PromptBatch(tokens, lengths, indices), shardings)

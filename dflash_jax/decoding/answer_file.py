@@ -1,0 +1,108 @@
+"""A JSONL of prompts -> a JSONL of answered conversations, resumable."""
+
+import json
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dflash_jax.config import DevicesSection
+from dflash_jax.data.chat import ChatTokenizer
+from dflash_jax.data.conversations import BadRow, Conversation, parse_row, read_lines, read_prompts
+from dflash_jax.decoding.generate import generate, make_plain_decoder
+from dflash_jax.decoding.prompts import encode_prompts
+from dflash_jax.errors import UserError
+from dflash_jax.models.architecture import check_mesh
+from dflash_jax.models.huggingface import embedded_path, load_target, read_target_architecture, resolve_folder
+from dflash_jax.parallel import compute_dtype, make_mesh
+
+
+@dataclass(frozen=True)
+class AnswerSettings:
+    """One run of `scripts/generate.py`."""
+
+    target: str
+    prompts: str
+    output: Path
+    max_new_tokens: int
+    temperature: float
+    seed: int
+    batch_size: int
+    limit: int | None
+    template_arguments: dict[str, Any]
+    devices: DevicesSection
+
+
+def answer_prompts(
+    settings: AnswerSettings, progress: Callable[[int], AbstractContextManager[Callable[[int], None]]]
+) -> tuple[int, int]:
+    """Answer every prompt that `settings.output` does not hold yet; rows are appended as they are done.
+
+    Returns:
+        Number of answers written, and of those that were there.
+
+    Raises:
+        UserError: unreadable input, or an output that belongs to other prompts.
+    """
+    if settings.temperature < 0:
+        raise UserError(f"temperature {settings.temperature} is negative; 0 is greedy")
+    mesh = make_mesh(settings.devices)
+    folder = resolve_folder(settings.target)
+    arch = read_target_architecture(folder)
+    check_mesh(arch, None, mesh.shape)
+    prompts = read_prompts(embedded_path(settings.prompts), settings.limit)
+    names = [str(prompt.id) for prompt in prompts]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise UserError(f"{settings.prompts}: the id {twice!r} stands twice; answers are found again by id")
+    present = _present(settings.output)
+    strangers = sorted(present - set(names))
+    if strangers:
+        raise UserError(f"{settings.output} holds answers to other prompts ({strangers[0]}); choose another file")
+    tokenizer = ChatTokenizer(folder, settings.template_arguments)
+    encoded = encode_prompts(prompts, tokenizer, arch, settings.max_new_tokens, settings.prompts)
+    open_ones = [i for i, name in enumerate(names) if name not in present]
+    if not open_ones:
+        return 0, len(present)
+    target = load_target(folder, mesh, compute_dtype(settings.devices))
+    decoder = make_plain_decoder(target, settings.max_new_tokens, mesh, settings.temperature, settings.seed)
+    todo = [encoded[i] for i in open_ones]
+    with settings.output.open("a", encoding="utf-8") as file, progress(len(todo)) as advance:
+        for number, answer in generate(decoder, todo, settings.batch_size, mesh, open_ones):
+            row = _row(prompts[number], encoded[number], answer, tokenizer.decode(answer))
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            file.flush()
+            advance(1)
+    return len(todo), len(present)
+
+
+def _row(prompt: Conversation, prompt_ids: list[int], answer_ids: list[int], text: str) -> dict[str, Any]:
+    return {
+        "id": prompt.id,
+        "messages": [*prompt.turns(), {"role": "assistant", "content": text}],
+        "prompt_ids": prompt_ids,
+        "answer_ids": answer_ids,
+    }
+
+
+def _present(path: Path) -> set[str]:
+    """Ids of the answers in the file; a torn last line, left by a killed run, is cut off."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return set()
+    found, good = set(), []
+    for number, line in read_lines(path):
+        try:
+            row = parse_row(line)
+        except BadRow as error:
+            if line.endswith("\n"):
+                raise UserError(f"{path} line {number} is no answered conversation ({error})") from error
+            continue
+        found.add(str(row.id))
+        good.append(line if line.endswith("\n") else line + "\n")
+    temporary = path.with_name(path.name + ".partial")
+    temporary.write_text("".join(good), encoding="utf-8")
+    os.replace(temporary, path)
+    return found

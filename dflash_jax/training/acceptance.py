@@ -1,0 +1,46 @@
+"""Evaluate a drafter from files: what `scripts/evaluate.py` calls."""
+
+from pathlib import Path
+from typing import Any
+
+from dflash_jax.config import DevicesSection
+from dflash_jax.data.chat import ChatTokenizer
+from dflash_jax.data.conversations import read_prompts
+from dflash_jax.decoding.evaluate import Evaluator, Report
+from dflash_jax.decoding.prompts import encode_prompts
+from dflash_jax.models.architecture import check_mesh, check_pair
+from dflash_jax.models.huggingface import embedded_path, load_target, read_target_architecture, resolve_folder
+from dflash_jax.parallel import compute_dtype, make_mesh
+from dflash_jax.training.export import open_drafter
+
+
+def evaluate_files(
+    target: str,
+    drafter: str,
+    prompts: str,
+    *,
+    max_new_tokens: int,
+    batch_size: int,
+    limit: int | None,
+    template_arguments: dict[str, Any],
+    devices: DevicesSection,
+) -> Report:
+    """The acceptance report of a drafter (run folder, checkpoint, exported or published folder) on a JSONL of prompts.
+
+    Raises:
+        UserError: an input is missing or damaged, or the drafter is of another target.
+    """
+    mesh = make_mesh(devices)
+    folder = resolve_folder(target)
+    arch = read_target_architecture(folder)
+    conversations = read_prompts(embedded_path(prompts), limit)
+    path = Path(drafter)
+    opened = open_drafter(path if path.exists() else resolve_folder(drafter), mesh)
+    check_pair(opened.arch, arch, drafter)
+    check_mesh(arch, opened.arch, mesh.shape)
+    tokenizer = ChatTokenizer(folder, template_arguments)
+    encoded = encode_prompts(conversations, tokenizer, arch, max_new_tokens, prompts)
+    names = [conversation.id for conversation in conversations]
+    loaded = load_target(folder, mesh, compute_dtype(devices))
+    evaluator = Evaluator(loaded, opened.graph, opened.arch, encoded, names, max_new_tokens, batch_size, mesh)
+    return evaluator.report(opened.params)
