@@ -4,11 +4,12 @@ Every rule about a value that can be checked without reading the target lives he
 own config (mask token, tapped layers, head counts) are in `models.architecture.resolve_drafter`.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_serializer, model_validator
 
 from dflash_jax.errors import UserError
 
@@ -29,7 +30,7 @@ class RunSection(Section):
     """Where the run lives."""
 
     folder: Path
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0)] = 0
 
 
 class DevicesSection(Section):
@@ -95,6 +96,11 @@ class DrafterSection(Section):
         if self.target_layer_ids is not None and not self.target_layer_ids:
             raise ValueError("target_layer_ids is empty: list at least one layer or leave the key out")
         return self
+
+    @model_serializer(mode="wrap")
+    def _dump(self, dump: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        """Without the defaults that `init_from` excludes: a dumped config must load again."""
+        return dump(self) if self.init_from is None else {"init_from": self.init_from}
 
 
 class DataSection(Section):

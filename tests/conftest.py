@@ -12,3 +12,26 @@ install_import_hook("dflash_jax", "beartype.beartype")
 import jax
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+import pytest
+
+from dflash_jax.data.chat import ChatTokenizer
+from tests.fixtures import save_chat_target, save_tokenizer
+
+
+@pytest.fixture(scope="session")
+def chat_folder(tmp_path_factory):
+    """A tokenizer with a ChatML template."""
+    return save_tokenizer(tmp_path_factory.mktemp("chat"))
+
+
+@pytest.fixture(scope="session")
+def chat(chat_folder):
+    """The same, loaded."""
+    return ChatTokenizer(chat_folder)
+
+
+@pytest.fixture(scope="session")
+def target_folder(tmp_path_factory):
+    """A tiny target with the same tokenizer: all that a script needs."""
+    return save_chat_target(tmp_path_factory.mktemp("target"))

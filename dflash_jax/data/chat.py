@@ -30,7 +30,7 @@ class ChatTokenizer:
             raise UserError(f"{folder} holds no tokenizer (tokenizer.json); give the target's complete folder")
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-        except (OSError, ValueError, KeyError) as error:
+        except Exception as error:  # the tokenizers library raises nothing more specific
             raise UserError(f"{folder}: the tokenizer cannot be loaded ({' '.join(str(error).split())})") from error
         if not self._tokenizer.chat_template:
             raise UserError(f"{folder}: the tokenizer has no chat template; use an instruction-tuned target")
@@ -73,6 +73,8 @@ class ChatTokenizer:
         turns = row.turns()
         if not any(turn["role"] == "assistant" for turn in turns):
             raise BadRow("no assistant turn to train on")
+        if turns[0]["role"] == "assistant":
+            raise BadRow("the first turn is the assistant's: there is no prompt")
         text = self._render(turns, add_generation_prompt=False)
         ids, starts = self._encode(text)
         mask = np.zeros(len(ids), bool)
@@ -87,7 +89,7 @@ class ChatTokenizer:
 
         Templates put a line break behind the end-of-turn token; the target stops before it, so it is no label.
         """
-        before = self._render(turns[:index], add_generation_prompt=True) if index else ""
+        before = self._render(turns[:index], add_generation_prompt=True)
         through = self._render(turns[: index + 1], add_generation_prompt=False)
         if not text.startswith(before) or not through.startswith(before) or not text.startswith(through.rstrip()):
             raise BadRow(f"the chat template renders turn {index} differently in context; its tokens cannot be found")

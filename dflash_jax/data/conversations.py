@@ -6,10 +6,22 @@ Rows that `scripts/generate.py` wrote also carry the exact `prompt_ids` and `ans
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from dflash_jax.errors import UserError
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+def _encodable(text: str) -> str:
+    """Half of a surrogate pair, as `"\\ud83d"`, is valid JSON but no text that a tokenizer takes."""
+    text.encode()
+    return text
+
+
+Text = Annotated[str, AfterValidator(_encodable)]
 
 
 class Message(BaseModel):
@@ -17,8 +29,8 @@ class Message(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    role: str
-    content: str
+    role: Text
+    content: Text
 
 
 class Conversation(BaseModel):
@@ -28,8 +40,8 @@ class Conversation(BaseModel):
 
     id: str | int | None = None
     messages: tuple[Message, ...]
-    prompt_ids: tuple[int, ...] | None = None
-    answer_ids: tuple[int, ...] | None = None
+    prompt_ids: tuple[TokenId, ...] | None = None
+    answer_ids: tuple[TokenId, ...] | None = None
 
     def turns(self) -> list[dict[str, str]]:
         """The messages as chat templates take them."""

@@ -74,7 +74,10 @@ def prepare(
     if (output / "manifest.json").exists():
         raise UserError(f"{output} already holds prepared records; remove it or choose another folder")
     digest = file_digest(source)
-    output.mkdir(parents=True, exist_ok=True)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{output} cannot be made ({error.strerror or error}); choose another folder") from error
     lengths: list[int] = []
     rejected = supervised = 0
     files: list[str] = []
@@ -128,8 +131,10 @@ def open_records(folder: Path) -> Records:
     """Open a prepared folder.
 
     Raises:
-        UserError: no manifest, another format, or missing files.
+        UserError: no manifest, another format, or missing or damaged files.
     """
+    from grain.sources import ArrayRecordDataSource
+
     path = folder / "manifest.json"
     if not path.is_file():
         raise UserError(f"{folder} is not a folder of prepared records (no manifest.json); run scripts/prepare_data.py")
@@ -145,7 +150,18 @@ def open_records(folder: Path) -> Records:
     missing = [name for name in (*manifest.files, "lengths.npy") if not (folder / name).is_file()]
     if missing:
         raise UserError(f"{folder} lacks {', '.join(missing)}; run scripts/prepare_data.py again")
-    return Records(manifest, np.load(folder / "lengths.npy"), tuple(str(folder / name) for name in manifest.files))
+    paths = tuple(str(folder / name) for name in manifest.files)
+    try:
+        lengths = np.load(folder / "lengths.npy")
+        held = len(ArrayRecordDataSource(list(paths)))
+    except (ValueError, EOFError, RuntimeError) as error:
+        raise UserError(f"{folder} is damaged ({error}); run scripts/prepare_data.py again") from error
+    if not len(lengths) == held == manifest.rows:
+        raise UserError(
+            f"{folder} is damaged: {manifest.rows} rows in the manifest, {len(lengths)} lengths, {held} records; "
+            "run scripts/prepare_data.py again"
+        )
+    return Records(manifest, lengths, paths)
 
 
 def pack(tokens: np.ndarray, mask: np.ndarray) -> bytes:

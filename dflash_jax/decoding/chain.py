@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.decoding.generate import is_stop, prefill, widen
 from dflash_jax.decoding.prompts import PromptBatch
@@ -57,15 +57,15 @@ def leading_run(matches: Bool[Array, "batch offsets"]) -> Int[Array, "batch"]:
     return jnp.cumprod(matches.astype(jnp.int32), axis=-1).sum(axis=-1)
 
 
-def draft_block(
+def draft_logits(
     drafter: Drafter, target: Target, anchor: Int[Array, "batch"], position: Int[Array, "batch"], draft_cache: Cache
-) -> Int[Array, "batch offsets"]:
-    """The drafter's argmax at offsets 1..block-1 behind `anchor`."""
+) -> Float[Array, "batch offsets vocab"]:
+    """Logits of the tokens at offsets 1..block-1 behind the token `anchor` at `position`."""
     arch = drafter.arch
     blocks = mask_blocks(anchor[:, None], arch.block_size, arch.mask_token_id)
     embedding = target.embedding()
     hidden = drafter(blocks, position[:, None], draft_cache, embedding, embedding.dtype)
-    return jnp.argmax(drafter.logits(hidden[:, 0, 1:], target.projection()), axis=-1).astype(jnp.int32)
+    return drafter.logits(hidden[:, 0, 1:], target.projection())
 
 
 def decode_chain(
@@ -90,7 +90,8 @@ def decode_chain(
     offsets = jnp.arange(block)
 
     def advance(state: _ChainState) -> _ChainState:
-        drafts = draft_block(drafter, target, state.anchor, state.position, state.draft_cache)
+        logits = draft_logits(drafter, target, state.anchor, state.position, state.draft_cache)
+        drafts = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         tokens = jnp.concatenate([state.anchor[:, None], drafts], axis=1)
         positions = state.position[:, None] + offsets[None, :]
         x, tapped, target_cache = target(tokens, positions, taps=taps, cache=state.target_cache)
@@ -111,7 +112,7 @@ def decode_chain(
             position=state.position + produced,
             done=done,
             target_cache=target_cache,
-            draft_cache=_write(state.draft_cache, context, positions),
+            draft_cache=write_context(state.draft_cache, context, positions),
         )
 
     logits, target_cache, tapped = prefill(target, batch, capacity, taps)
@@ -151,5 +152,6 @@ def _record(answers: ChainAnswers, choices: Array, produced: Array, accepted: Ar
     )
 
 
-def _write(cache: Cache, new: Cache, positions: Array) -> Cache:
+def write_context(cache: Cache, new: Cache, positions: Int[Array, "batch time"]) -> Cache:
+    """The drafter's cache with the keys and values of newly verified positions."""
     return jax.tree.map(lambda slots, rows: write_rows(slots, rows, positions), cache, new)

@@ -95,7 +95,7 @@ class Evaluator:
             self._compile(decode)
             self._warm = True
         chain, seconds = _timed(decode, self._batches)
-        rows = [np.flatnonzero(indices >= 0) for indices in self._indices]
+        rows = [np.flatnonzero(indices >= 0).tolist() for indices in self._indices]
         names = [self._names[i] for indices in self._indices for i in indices[indices >= 0]]
         histogram = np.concatenate([batch.histogram[kept] for batch, kept in zip(chain, rows, strict=True)])
         accepted_at = np.concatenate([batch.accepted_at[kept] for batch, kept in zip(chain, rows, strict=True)])

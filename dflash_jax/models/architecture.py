@@ -138,6 +138,8 @@ def check_pair(drafter: DrafterArchitecture, target: TargetArchitecture, where: 
     ids, rows = drafter.target_layer_ids, target.vocab_size
     if not 0 <= drafter.mask_token_id < rows:
         raise UserError(f"{where}: mask_token_id {drafter.mask_token_id} is outside the target's {rows} embedding rows")
+    if not ids:
+        raise UserError(f"{where}: target_layer_ids is empty; the drafter needs at least one tapped layer")
     if any(b <= a for a, b in pairwise(ids)):
         raise UserError(
             f"{where}: target_layer_ids {list(ids)} must rise strictly; list them by hand for a small target"

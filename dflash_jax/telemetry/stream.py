@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -21,6 +21,7 @@ IN_FLIGHT = 3
 Row = dict[str, Any]
 
 
+@runtime_checkable
 class Sink(Protocol):
     """Something that takes rows, on the stream's thread."""
 

@@ -79,33 +79,35 @@ class Checkpoints:
             ),
         )
 
-    def restore_latest(self, abstract: TrainState) -> tuple[TrainState, Position]:
-        """The newest state, in the shardings of `abstract`: the mesh may be another than the one it was saved from.
+    def latest_position(self) -> Position:
+        """Position of the newest checkpoint, without its arrays.
 
         Raises:
-            UserError: no complete checkpoint, or one of another drafter or version.
+            UserError: no complete checkpoint, or one of another version.
         """
         step = self._manager.latest_step()
         if step is None:
             raise UserError(f"{self._folder} holds no complete checkpoint to resume from; start without --resume")
+        return read_position(self._folder / str(step))
+
+    def restore(self, step: int, abstract: TrainState) -> TrainState:
+        """State in the shardings of `abstract`: the mesh may be another than the one it was saved from.
+
+        Raises:
+            UserError: the checkpoint is damaged or of another drafter.
+        """
         rest = {"step": abstract.step, "key": abstract.key, "optimizer": abstract.optimizer}
         try:
             found = self._manager.restore(
                 step,
                 args=ocp.args.Composite(
-                    drafter=ocp.args.StandardRestore(abstract.params),
-                    training=ocp.args.StandardRestore(rest),
-                    position=ocp.args.JsonRestore(),
+                    drafter=ocp.args.StandardRestore(abstract.params), training=ocp.args.StandardRestore(rest)
                 ),
             )
         except (ValueError, KeyError, OSError) as error:
             reason = " ".join(str(error).split())[:200]
             raise UserError(f"checkpoint {self._folder / str(step)} does not fit this run: {reason}") from error
-        position = Position(**found["position"])
-        if position.format != FORMAT:
-            raise UserError(f"checkpoint {self._folder / str(step)} has format {position.format}, this reads {FORMAT}")
-        state = replace(abstract, params=found["drafter"], **found["training"])
-        return _with_empty_sums(state), position
+        return _with_empty_sums(replace(abstract, params=found["drafter"], **found["training"]))
 
     def close(self) -> None:
         """Wait for the writing and release."""
@@ -119,12 +121,8 @@ def load_drafter_checkpoint(path: Path, mesh: Mesh) -> tuple[TrainedDrafter, Pos
     Raises:
         UserError: neither of the two, or incomplete.
     """
-    folder, step = _locate(path)
-    saved = folder / str(step)
-    try:
-        position = Position(**json.loads((saved / "position" / "metadata").read_text()))
-    except (OSError, json.JSONDecodeError, TypeError) as error:
-        raise UserError(f"{saved} is no complete checkpoint of this version ({error})") from error
+    saved = _locate(path)
+    position = read_position(saved)
     arch = parse_drafter(position.drafter, str(saved))
     graph, specs = weights.split(Drafter(arch))
     try:
@@ -135,10 +133,26 @@ def load_drafter_checkpoint(path: Path, mesh: Mesh) -> tuple[TrainedDrafter, Pos
     return TrainedDrafter(arch, graph, params), position
 
 
-def _locate(path: Path) -> tuple[Path, int]:
-    """The folder of checkpoints and the step."""
+def read_position(saved: Path) -> Position:
+    """The position in a checkpoint folder.
+
+    Raises:
+        UserError: incomplete, or of another version.
+    """
+    try:
+        fields = json.loads((saved / "position" / "metadata").read_text())
+        position = Position(**fields)
+    except (OSError, json.JSONDecodeError, TypeError) as error:
+        raise UserError(f"{saved} is no complete checkpoint of this version ({error})") from error
+    if position.format != FORMAT:
+        raise UserError(f"{saved} has format {position.format}, this version reads {FORMAT}")
+    return position
+
+
+def _locate(path: Path) -> Path:
+    """The checkpoint folder that `path` is, or the newest one of the run that it is."""
     if path.name.isdigit() and (path / "position").is_dir():
-        return path.parent, int(path.name)
+        return path
     folder = path / "checkpoints"
     steps = [int(entry.name) for entry in folder.iterdir() if entry.name.isdigit()] if folder.is_dir() else []
     complete = [step for step in steps if (folder / str(step) / "position").is_dir()]
@@ -146,7 +160,7 @@ def _locate(path: Path) -> tuple[Path, int]:
         raise UserError(
             f"{path} is no drafter: give a run folder with checkpoints, one of its checkpoints, or an exported folder"
         )
-    return folder, max(complete)
+    return folder / str(max(complete))
 
 
 def _with_empty_sums(state: TrainState) -> TrainState:

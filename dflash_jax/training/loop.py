@@ -3,6 +3,8 @@
 import sys
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -84,12 +86,19 @@ def train(config: Config, resume: bool = False) -> Summary:
 
     # ---- Run folder and data -------------------------------------------------------------------------------------
     folder = RunFolder(config.run.folder)
-    folder.open(config, resume)
+    folder.open(resume)
     tokenizer = ChatTokenizer(target_folder, config.data.template_arguments)
     records = training_records(config, folder, tokenizer, target_arch)
     steps = total_steps(config, len(records.lengths))
     accumulation = config.training.accumulation
     source = BatchSource(records, config.data.edges, config.training.batch_size, config.run.seed, steps * accumulation)
+    checkpoints = Checkpoints(folder.checkpoints, config.training.keep_checkpoints)
+    if resume:
+        position = checkpoints.latest_position()
+        check_resumable(config, position, steps)
+    else:
+        position = Position.start(render_drafter(drafter_arch), config.model_dump(mode="json"), uuid.uuid4().hex)
+    folder.write_config(config)
 
     # ---- Weights, executables, state -----------------------------------------------------------------------------
     target = load_target(target_folder, mesh, dtype)
@@ -99,16 +108,13 @@ def train(config: Config, resume: bool = False) -> Summary:
     settings = StepSettings(drafter_arch, target_arch, optimizer, schedule, config.training.anchors, gamma, dtype)
     step = make_step(settings, mesh)
     compiled = compile_step(step, settings, mesh, config.training.batch_size, config.data.edges, announce)
-    checkpoints = Checkpoints(folder.checkpoints, config.training.keep_checkpoints)
     if resume:
-        state, position = checkpoints.restore_latest(abstract_state(step, settings, mesh))
-        check_resumable(config, position, steps)
+        state = checkpoints.restore(position.step, abstract_state(step, settings, mesh))
         truncate_rows(folder.metrics, position.step)
     else:
         start = config.drafter.init_from
         params = load_drafter(resolve_folder(start), mesh).params if start else None
         state = init_state(step, settings, config.run.seed, mesh, params)
-        position = Position.start(render_drafter(drafter_arch), config.model_dump(mode="json"), uuid.uuid4().hex)
     evaluator = None
     if prompts:
         limit = config.evaluation.max_new_tokens
@@ -188,26 +194,14 @@ class Stopwatch:
         """Begin to count now."""
         self._since = time.perf_counter()
 
-    def paused(self, stream: MetricStream) -> "Pause":
-        """A `with` block that does not count."""
-        return Pause(self, stream)
-
-
-class Pause:
-    """Waits for the steps in flight, stops the watch, and starts watch and step clock again at the end."""
-
-    def __init__(self, watch: Stopwatch, stream: MetricStream):
-        self._watch, self._stream = watch, stream
-
-    def __enter__(self) -> None:
-        self._stream.flush()
-        now = time.perf_counter()
-        self._watch.seconds += now - self._watch._since
-        self._watch._since = now
-
-    def __exit__(self, *exception: object) -> None:
-        self._watch.restart()
-        self._stream.restart_clock()
+    @contextmanager
+    def paused(self, stream: MetricStream) -> Iterator[None]:
+        """Wait for the steps in flight, then leave the block out of the count and out of the next step's seconds."""
+        stream.flush()
+        self.seconds += time.perf_counter() - self._since
+        yield
+        self.restart()
+        stream.restart_clock()
 
 
 def is_due(step: int, every: int | None) -> bool:

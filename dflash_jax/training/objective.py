@@ -6,6 +6,7 @@ states: `(softmax - onehot) @ W`. It is kept instead of the logits; the backward
 
 import math
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -77,7 +78,7 @@ def _chunked_forward(
     return (total, correct), to_hidden
 
 
-def _chunked_backward(arch: DrafterArchitecture, to_hidden: Array, cotangent: tuple[Array, Array]) -> tuple:
+def _chunked_backward(arch: DrafterArchitecture, to_hidden: Array, cotangent: tuple[Array, Any]) -> tuple:
     scaled = to_hidden.astype(jnp.float32) * cotangent[0]
     return scaled.astype(to_hidden.dtype), None, None, None
 

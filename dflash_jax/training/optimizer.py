@@ -18,7 +18,7 @@ def make_schedule(section: OptimizerSection, steps: int) -> optax.Schedule:
     warmup = max(1, round(section.warmup_ratio * steps))
     peak, floor = section.learning_rate, section.learning_rate * section.final_ratio
 
-    def schedule(count: Int[Array, ""]) -> Float[Array, ""]:
+    def schedule(count: Int[Array, ""] | int) -> Float[Array, ""]:
         count = jnp.asarray(count, jnp.float32)
         rising = peak * (count + 1) / warmup
         progress = jnp.clip((count + 1 - warmup) / max(1, steps - warmup), 0.0, 1.0)

@@ -28,22 +28,26 @@ class RunFolder:
         self.export = path / "export"
         self._events = path / "events.jsonl"
 
-    def open(self, config: Config, resume: bool) -> None:
-        """Make the folder and write the resolved config.
+    def open(self, resume: bool) -> None:
+        """Make the folder.
 
         Raises:
             UserError: it holds a run and `--resume` is absent, or the other way round.
         """
-        holds_run = self.checkpoints.is_dir() or self.metrics.exists()
-        if holds_run and not resume:
+        saved = self.checkpoints.is_dir() and any(entry.name.isdigit() for entry in self.checkpoints.iterdir())
+        if (saved or self.metrics.exists()) and not resume:
             raise UserError(f"run.folder {self.path} already holds a run; add --resume or choose another folder")
-        if resume and not self.checkpoints.is_dir():
+        if resume and not saved:
             raise UserError(f"run.folder {self.path} holds no checkpoints to resume from; leave --resume out")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            (self.path / "config.yaml").write_text(dump_config(config))
         except OSError as error:
             raise UserError(f"run.folder {self.path} cannot be written: {error.strerror or error}") from error
+
+    def write_config(self, config: Config) -> None:
+        """The resolved config, as `config.yaml`."""
+        if jax.process_index() == 0:
+            (self.path / "config.yaml").write_text(dump_config(config))
 
     def event(self, name: str, **fields: Any) -> None:
         """Append to `events.jsonl`: starts, restarts, ends, warnings."""

@@ -1,0 +1,305 @@
+"""What scripts say to a user's mistake: one line that begins with `error:`, exit code 2, no traceback."""
+
+import json
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.fixtures import ROWS, conversation, save_tiny_drafter, write_jsonl
+from tests.helpers import tiny_target
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py"))
+
+
+def assert_one_error_line(code, out, err):
+    """Returns the line, without what progress bars have written."""
+    assert code == 2, err
+    assert "Traceback" not in err
+    errors = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, err
+    assert err.rstrip("\n").endswith(errors[0]), "the error is the last thing said"
+    return errors[0]
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """Runs a script inside this process; returns exit code, stdout and stderr."""
+
+    def call(script, *arguments):
+        monkeypatch.chdir(ROOT)
+        monkeypatch.setattr(sys, "argv", [f"scripts/{script}.py", *map(str, arguments)])
+        code = 0
+        try:
+            runpy.run_path(str(ROOT / "scripts" / f"{script}.py"), run_name="__main__")
+        except SystemExit as end:
+            code = end.code
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def error_of(call):
+    """The error line of a script that must fail."""
+    return lambda script, *arguments: assert_one_error_line(*call(script, *arguments))
+
+
+def start(script, *arguments):
+    """Runs a script as a user does."""
+    command = [sys.executable, f"scripts/{script}.py", *map(str, arguments)]
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    environment |= {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture
+def rows(tmp_path):
+    return write_jsonl(tmp_path / "rows.jsonl", *[conversation("One?", "The sum of one and two is three.")] * 8)
+
+
+@pytest.fixture
+def recipe(tmp_path, target_folder, rows):
+    """A complete recipe for the tiny target."""
+    tree = {
+        "run": {"folder": str(tmp_path / "run")},
+        "target": {"path": str(target_folder)},
+        "drafter": {"layers": 1, "block_size": 4, "mask_token_id": ROWS - 1, "target_layer_ids": [0, 2]},
+        "data": {"train": str(rows), "max_length": 64},
+        "training": {"steps": 1, "batch_size": 8, "anchors": 4, "loss_decay_gamma": 4},
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+@pytest.fixture
+def broken_target(tmp_path, target_folder):
+    """A copy of the tiny target whose weights were cut short."""
+    folder = tmp_path / "broken"
+    shutil.copytree(target_folder, folder)
+    os.truncate(folder / "model.safetensors", 1000)
+    return folder
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help(call, script):
+    code, out, err = call(script, "--help")
+    assert (code, err) == (0, "")
+    assert out.startswith("usage: ")
+    assert f"{script}.py [-h]" in out
+
+
+class TestAsProcesses:
+    """Three of them end to end: nothing else may stand on stderr, and no library may add to it."""
+
+    def test_missing_config_file(self):
+        code, out, err = start("train", "--config", "configs/absent.yaml")
+        assert (code, out) == (2, "")
+        assert err == ("error: config configs/absent.yaml: No such file or directory; give an existing YAML file\n")
+
+    def test_corrupt_safetensors(self, broken_target, rows, tmp_path):
+        code, out, err = start(
+            "generate",
+            *("--target", broken_target, "--prompts", rows, "--output", tmp_path / "answers.jsonl"),
+            *("--max-new-tokens", 8, "--simulate", 2),
+        )
+        assert (code, out) == (2, "")
+        path = re.escape(str(broken_target / "model.safetensors"))
+        assert re.fullmatch(rf"error: {path} is not a readable safetensors file \(.*\); fetch it again\n", err)
+
+    def test_more_devices_than_there_are(self, recipe):
+        code, out, err = start("train", "--config", recipe, "devices.data=2", "devices.tensor=2")
+        assert (code, out) == (2, "")
+        assert err.startswith("error: devices: the mesh 2x1x2 asks for 4 devices, 1 are here; ")
+        assert err.count("\n") == 1
+
+
+class TestTrain:
+    def test_unknown_key(self, error_of, recipe):
+        line = error_of("train", "--config", recipe, "training.stepz=3")
+        assert "unknown key training.stepz; allowed here: steps, epochs" in line
+
+    def test_wrong_type(self, error_of, recipe):
+        line = error_of("train", "--config", recipe, "training.batch_size=many")
+        assert "training.batch_size: 'many' is not allowed" in line
+
+    def test_mask_token_outside_the_table(self, error_of, recipe):
+        line = error_of("train", "--config", recipe, f"drafter.mask_token_id={ROWS}")
+        assert f"drafter: mask_token_id {ROWS} is outside the target's {ROWS} embedding rows" in line
+
+    def test_tapped_layer_out_of_range(self, error_of, recipe):
+        line = error_of("train", "--config", recipe, "drafter.target_layer_ids=[1, 4]")
+        assert "target_layer_ids [1, 4] leave the target's layers 0..3" in line
+
+    def test_default_taps_of_a_target_that_is_too_small(self, error_of, recipe):
+        assert "must rise strictly" in error_of("train", "--config", recipe, "drafter.target_layer_ids=null")
+
+    def test_fewer_devices_than_the_mesh_asks(self, error_of, recipe):
+        line = error_of("train", "--config", recipe, "devices.data=16")
+        assert "the mesh 16x1x1 asks for 16 devices, 8 are here" in line
+
+    def test_mesh_that_does_not_divide_the_devices(self, error_of, recipe):
+        assert "fsdp x tensor = 3 does not divide the 8 devices" in error_of(
+            "train", "--config", recipe, "devices.fsdp=3"
+        )
+
+    def test_mesh_that_does_not_divide_the_model(self, error_of, recipe):
+        assert "devices.tensor: 4 does not divide the target's num_key_value_heads 2" in error_of(
+            "train", "--config", recipe, "devices.tensor=4"
+        )
+
+    def test_batch_that_does_not_divide(self, error_of, recipe):
+        line = error_of("train", "--config", recipe, "training.batch_size=6")
+        assert "training.batch_size 6 is no multiple of the mesh's data x fsdp = 8" in line
+
+    def test_target_that_is_no_checkpoint_folder(self, error_of, recipe, tmp_path):
+        (tmp_path / "empty").mkdir()
+        line = error_of("train", "--config", recipe, f"target.path={tmp_path / 'empty'}")
+        assert f"{tmp_path / 'empty'} is not a checkpoint folder: it holds no readable config.json" in line
+
+    def test_corrupt_safetensors(self, error_of, recipe, broken_target):
+        """Found after the data were prepared; the same command may be given again."""
+        for _ in range(2):
+            line = error_of("train", "--config", recipe, f"target.path={broken_target}")
+            assert "model.safetensors is not a readable safetensors file" in line
+
+    def test_drafter_to_start_from_is_missing(self, error_of, recipe, tmp_path):
+        tree = yaml.safe_load(recipe.read_text())
+        recipe.write_text(yaml.safe_dump(tree | {"drafter": {"init_from": str(tmp_path / "absent")}}))
+        assert "absent: no such folder" in error_of("train", "--config", recipe)
+
+    def test_drafter_to_start_from_is_of_another_target(self, error_of, recipe, tmp_path):
+        other = save_tiny_drafter(tmp_path / "other", tiny_target(vocab_size=ROWS, num_layers=6))
+        tree = yaml.safe_load(recipe.read_text())
+        recipe.write_text(yaml.safe_dump(tree | {"drafter": {"init_from": str(other)}}))
+        assert "num_target_layers is 6 but the target's is 4; this drafter is of another" in error_of(
+            "train", "--config", recipe
+        )
+
+    def test_missing_training_data(self, error_of, recipe):
+        line = error_of("train", "--config", recipe, "data.train=absent.jsonl")
+        assert "data.train: absent.jsonl does not exist; give a prepared folder or a JSONL file" in line
+
+    def test_empty_evaluation_prompts(self, error_of, recipe, tmp_path):
+        prompts = write_jsonl(tmp_path / "prompts.jsonl")
+        assert "holds no prompts" in error_of("train", "--config", recipe, f"evaluation.prompts={prompts}")
+
+    def test_nothing_to_resume(self, error_of, recipe):
+        assert "holds no checkpoints to resume from; leave --resume out" in error_of(
+            "train", "--config", recipe, "--resume"
+        )
+
+    def test_a_mistake_in_the_recipe_leaves_no_run_behind(self, error_of, recipe, tmp_path):
+        error_of("train", "--config", recipe, f"drafter.mask_token_id={ROWS}")
+        assert not (tmp_path / "run").exists()
+
+
+class TestPrepareData:
+    def test_what_it_reports(self, call, target_folder, tmp_path):
+        source = write_jsonl(tmp_path / "rows.jsonl", conversation("One?", "The one."), "broken")
+        code, out, _ = call("prepare_data", "--input", source, "--target", target_folder, "--output", tmp_path / "out")
+        assert code == 0
+        manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+        assert (manifest["rows"], manifest["rejected"]) == (1, 1)
+        assert f"1 rows, {manifest['tokens']} tokens, {manifest['supervised_tokens']} of them supervised" in out
+        assert "1 rows rejected, see " in out
+
+    def test_no_usable_row(self, error_of, target_folder, tmp_path):
+        source = write_jsonl(tmp_path / "rows.jsonl", "broken")
+        line = error_of("prepare_data", "--input", source, "--target", target_folder, "--output", tmp_path / "out")
+        assert "none of 1 rows can be used" in line
+
+    def test_missing_input(self, error_of, target_folder, tmp_path):
+        absent = tmp_path / "absent.jsonl"
+        assert f"{absent} cannot be read" in error_of(
+            "prepare_data", "--input", absent, "--target", target_folder, "--output", tmp_path / "out"
+        )
+
+    def test_target_without_tokenizer(self, error_of, target_folder, rows, tmp_path):
+        bare = tmp_path / "bare"
+        bare.mkdir()
+        shutil.copy(target_folder / "config.json", bare)
+        line = error_of("prepare_data", "--input", rows, "--target", bare, "--output", tmp_path / "out")
+        assert "holds no tokenizer (tokenizer.json)" in line
+
+    @pytest.mark.parametrize("text", ["{", "[1]"])
+    def test_template_arguments_that_are_no_object(self, call, rows, target_folder, tmp_path, text):
+        code, _, err = call(
+            "prepare_data",
+            *("--input", rows, "--target", target_folder, "--output", tmp_path / "out", "--template-arguments", text),
+        )
+        assert code == 2
+        assert "error: argument --template-arguments: " in err.splitlines()[-1]
+
+
+class TestGenerate:
+    def test_empty_prompts_file(self, error_of, target_folder, tmp_path):
+        prompts = write_jsonl(tmp_path / "prompts.jsonl")
+        line = error_of(
+            "generate", "--target", target_folder, "--prompts", prompts, "--output", tmp_path / "answers.jsonl"
+        )
+        assert f"{prompts} holds no prompts; give one JSON object with messages a line" in line
+
+    def test_broken_prompt(self, error_of, target_folder, tmp_path):
+        prompts = write_jsonl(tmp_path / "prompts.jsonl", conversation("One?"), "broken")
+        line = error_of(
+            "generate", "--target", target_folder, "--prompts", prompts, "--output", tmp_path / "answers.jsonl"
+        )
+        assert f"{prompts} line 2: not JSON" in line
+
+    def test_prompt_and_answer_beyond_the_targets_positions(self, error_of, target_folder, rows, tmp_path):
+        line = error_of(
+            "generate",
+            *("--target", target_folder, "--prompts", rows, "--output", tmp_path / "answers.jsonl"),
+            *("--max-new-tokens", 250),
+        )
+        assert "with 250 new ones it exceeds the target's 256 positions" in line
+
+
+class TestEvaluate:
+    def test_missing_drafter(self, error_of, target_folder, rows, tmp_path):
+        absent = tmp_path / "absent"
+        line = error_of("evaluate", "--target", target_folder, "--drafter", absent, "--prompts", rows)
+        assert f"{absent}: no such folder" in line
+
+    def test_folder_that_holds_no_drafter(self, error_of, target_folder, rows, tmp_path):
+        line = error_of("evaluate", "--target", target_folder, "--drafter", tmp_path, "--prompts", rows)
+        assert (
+            "is no drafter: give a run folder with checkpoints, one of its checkpoints, or an exported folder" in line
+        )
+
+    def test_target_in_place_of_the_drafter(self, error_of, target_folder, rows):
+        line = error_of("evaluate", "--target", target_folder, "--drafter", target_folder, "--prompts", rows)
+        assert "this is not the config.json of a DFlash drafter" in line
+
+    def test_drafter_of_another_target(self, error_of, target_folder, rows, tmp_path):
+        other = save_tiny_drafter(tmp_path / "other", tiny_target(vocab_size=ROWS, hidden_size=64))
+        line = error_of("evaluate", "--target", target_folder, "--drafter", other, "--prompts", rows)
+        assert "hidden_size is 64 but the target's is 32; this drafter is of another target" in line
+
+
+class TestExport:
+    def test_missing_run(self, error_of, tmp_path):
+        line = error_of("export", "--run", tmp_path / "absent", "--output", tmp_path / "export")
+        assert "absent: no such folder; give a run folder, a checkpoint or an exported folder" in line
+
+    def test_folder_that_holds_no_run(self, error_of, tmp_path):
+        line = error_of("export", "--run", tmp_path, "--output", tmp_path / "export")
+        assert f"{tmp_path} is no drafter" in line
+        assert not (tmp_path / "export").exists()
+
+    def test_an_export_is_not_written_over(self, error_of, tmp_path):
+        drafter = save_tiny_drafter(tmp_path / "drafter")
+        (tmp_path / "export").mkdir()
+        line = error_of("export", "--run", drafter, "--output", tmp_path / "export")
+        assert "export already exists; remove it or choose another folder" in line

@@ -1,0 +1,154 @@
+"""Whole runs of the quickstart: interrupted and resumed, resumed on another mesh, and what a run leaves behind."""
+
+import json
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from dflash_jax.cli import Interrupted
+from dflash_jax.config import load_config
+from dflash_jax.errors import UserError
+from dflash_jax.telemetry.stream import MetricStream
+from dflash_jax.training.loop import train
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+TRAINING_KEYS = {
+    "step",
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "accuracy",
+    "accuracy_at",
+    "streak",
+    "acceptance_length",
+    "tokens",
+    "padded_tokens",
+    "anchors",
+    "tokens_per_second",
+    "step_seconds",
+}
+
+
+def recipe(folder, *overrides):
+    """A short quickstart: six steps of two micro-batches, epochs of eleven batches."""
+    short = [
+        f"run.folder={folder}",
+        "training.steps=14",
+        "training.accumulation=2",
+        "training.batch_size=8",
+        "training.anchors=8",
+        "training.checkpoint_every=5",
+        "drafter.layers=1",
+        "evaluation.prompts=null",
+        "evaluation.every=null",
+        "export.at_end=false",
+        f"data.train={folder.parent / 'rows.jsonl'}",
+    ]
+    return load_config(QUICKSTART, [*short, *overrides])
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory):
+    """A folder with the first 88 rows of the quickstart, and an uninterrupted run."""
+    from dflash_jax.models.huggingface import embedded_path
+
+    root = tmp_path_factory.mktemp("runs")
+    rows = embedded_path("embedded:quickstart/train.jsonl").read_text().splitlines()[:88]
+    (root / "rows.jsonl").write_text("\n".join(rows) + "\n")
+    train(recipe(root / "whole"))
+    return root
+
+
+def rows_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def values(rows):
+    """Rows without what a clock says."""
+    return [{key: row[key] for key in row if key not in ("step_seconds", "tokens_per_second")} for row in rows]
+
+
+def interrupt_after(step, monkeypatch, number=signal.SIGINT):
+    """Send a signal while the run pushes the metrics of `step`."""
+    push = MetricStream.push
+
+    def push_and_signal(stream, at, metrics):
+        push(stream, at, metrics)
+        if at == step:
+            signal.raise_signal(number)
+
+    monkeypatch.setattr(MetricStream, "push", push_and_signal)
+
+
+def test_run_folder(workspace):
+    folder = workspace / "whole"
+    rows = rows_of(folder)
+    assert [row["step"] for row in rows] == list(range(1, 15))
+    assert all(row.keys() == TRAINING_KEYS for row in rows)
+    assert all(len(row["accuracy_at"]) == 7 and row["anchors"] > 0 for row in rows)
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    assert yaml.safe_load((folder / "config.yaml").read_text())["training"]["steps"] == 14
+    events = [json.loads(line)["event"] for line in (folder / "events.jsonl").read_text().splitlines()]
+    assert events == ["prepared", "started", "finished"]
+    assert {path.name for path in (folder / "checkpoints").iterdir()} == {"5", "10", "14"}
+
+
+@pytest.mark.parametrize("step", [5, 8], ids=["at a checkpoint", "between checkpoints"])
+def test_resume_equals_uninterrupted(workspace, step, monkeypatch):
+    """Losses, norms and all other values from there on are equal bit for bit; nothing is written twice."""
+    folder = workspace / f"interrupted-{step}"
+    with monkeypatch.context() as patch:
+        interrupt_after(step, patch)
+        with pytest.raises(Interrupted, match=f"step {step}.*--resume"):
+            train(recipe(folder))
+    assert [row["step"] for row in rows_of(folder)] == list(range(1, step + 1))
+    train(recipe(folder), resume=True)
+    assert values(rows_of(folder)) == values(rows_of(workspace / "whole"))
+
+
+def test_crash_leaves_the_last_checkpoint(workspace, monkeypatch):
+    """An exception in the loop ends the run with its own traceback; the run goes on from the checkpoint before."""
+    folder = workspace / "crashed"
+    with monkeypatch.context() as patch:
+        push = MetricStream.push
+
+        def fail(stream, at, metrics):
+            push(stream, at, metrics)
+            if at == 7:
+                raise RuntimeError("the machine caught fire")
+
+        patch.setattr(MetricStream, "push", fail)
+        with pytest.raises(RuntimeError, match="caught fire"):
+            train(recipe(folder))
+    assert {path.name for path in (folder / "checkpoints").iterdir()} == {"5"}
+    assert [row["step"] for row in rows_of(folder)] == list(range(1, 8))
+    train(recipe(folder), resume=True)
+    assert values(rows_of(folder)) == values(rows_of(workspace / "whole"))
+
+
+def test_resume_on_another_mesh(workspace, monkeypatch):
+    """The checkpoint is of no mesh: a run begun on 8x1x1 goes on on 2x2x2 with the same losses to 1e-4."""
+    folder = workspace / "moved"
+    with monkeypatch.context() as patch:
+        interrupt_after(5, patch, signal.SIGTERM)
+        with pytest.raises(Interrupted, match="SIGTERM"):
+            train(recipe(folder))
+    train(recipe(folder, "devices.fsdp=2", "devices.tensor=2"), resume=True)
+    actual = [row["loss"] for row in rows_of(folder)]
+    np.testing.assert_allclose(actual, [row["loss"] for row in rows_of(workspace / "whole")], rtol=1e-4)
+
+
+def test_refusals(workspace):
+    """A folder with a run is not overwritten; a complete run, and a changed course, are not resumed."""
+    whole = workspace / "whole"
+    with pytest.raises(UserError, match="already holds a run; add --resume"):
+        train(recipe(whole))
+    with pytest.raises(UserError, match="complete at step 14"):
+        train(recipe(whole), resume=True)
+    with pytest.raises(UserError, match=r"training.batch_size was 8 and is 16"):
+        train(recipe(whole, "training.steps=20", "training.batch_size=16"), resume=True)
+    with pytest.raises(UserError, match="holds no checkpoints"):
+        train(recipe(workspace / "absent"), resume=True)

@@ -1,0 +1,75 @@
+"""Qwen3-8B with its drafter at real size, compiled for an eight-device mesh from shapes alone."""
+
+import math
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from dflash_jax.config import decay_gamma, load_config
+from dflash_jax.models import weights
+from dflash_jax.models.architecture import Rope, TargetArchitecture, check_mesh, resolve_drafter
+from dflash_jax.models.target import Target
+from dflash_jax.parallel import mesh_of
+from dflash_jax.training.compiled import compile_step
+from dflash_jax.training.optimizer import make_optimizer, make_schedule
+from dflash_jax.training.step import StepSettings, abstract_state, make_step
+
+QWEN3_8B = TargetArchitecture(
+    family="qwen3",
+    vocab_size=151936,
+    hidden_size=4096,
+    intermediate_size=12288,
+    num_layers=36,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    rms_norm_eps=1e-6,
+    rope=Rope(1e6),
+    qk_norm=True,
+    qkv_bias=False,
+    output_bias=False,
+    tie_word_embeddings=False,
+    max_position_embeddings=40960,
+)
+GIB = 2**30
+
+
+def bytes_per_device(abstract):
+    """Bytes that a tree of sharded shapes takes on one device; the PRNG key is left out."""
+    arrays = [leaf for leaf in jax.tree.leaves(abstract) if not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)]
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in arrays)
+
+
+@pytest.fixture(scope="module")
+def recipe():
+    return load_config(Path(__file__).parents[2] / "configs" / "qwen3_8b.yaml")
+
+
+def test_qwen3_8b_compiles(recipe, capsys):
+    """Paper settings on the recipe's mesh; prints what a device has to hold."""
+    devices = recipe.devices
+    mesh = mesh_of((8 // (devices.fsdp * devices.tensor), devices.fsdp, devices.tensor))
+    drafter = resolve_drafter(recipe.drafter, QWEN3_8B)
+    check_mesh(QWEN3_8B, drafter, mesh.shape)
+    schedule = make_schedule(recipe.optimizer, 1000)
+    optimizer = make_optimizer(recipe.optimizer, schedule)
+    gamma = decay_gamma(recipe.training, drafter.block_size)
+    assert (drafter.block_size, drafter.num_layers, recipe.training.anchors, gamma) == (16, 5, 512, 7.0)
+    assert recipe.data.edges == (3072,)
+    settings = StepSettings(drafter, QWEN3_8B, optimizer, schedule, recipe.training.anchors, gamma, "bfloat16")
+    step = make_step(settings, mesh)
+    assert weights.count(step.specs) == 1_048_626_432
+    compiled = compile_step(step, settings, mesh, recipe.training.batch_size, recipe.data.edges)
+
+    _, specs = weights.split(Target(QWEN3_8B))
+    target = bytes_per_device(weights.abstract(specs, mesh, "bfloat16"))
+    state = bytes_per_device(abstract_state(step, settings, mesh))
+    with capsys.disabled():
+        print(f"\nQwen3-8B on {dict(mesh.shape)}, a device: target {target / GIB:.2f} GiB, state {state / GIB:.2f} GiB")
+        for item in compiled.all():
+            print(f"  {item.name}: temporaries {item.temporary_bytes / GIB:.2f} GiB, compiled in {item.seconds:.0f} s")
+    # Weights and state are spread, not copied: an eighth of 16.4 GB and of 4 x 4.2 GB, and a little.
+    assert target < 1.05 * 16.4e9 / 8
+    assert state < 1.05 * 4 * 4 * weights.count(step.specs) / 8
