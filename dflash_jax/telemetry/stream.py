@@ -16,6 +16,8 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import numpy as np
 
+from dflash_jax.parallel import Leaf
+
 IN_FLIGHT = 3
 
 Row = dict[str, Any]
@@ -36,7 +38,7 @@ class MetricStream:
     def __init__(self, sinks: Sequence[Sink], log_every: int = 1):
         self._sinks = list(sinks)
         self._log_every = log_every
-        self._arriving: queue.Queue[tuple[int, dict[str, jax.Array]] | None] = queue.Queue()
+        self._arriving: queue.Queue[tuple[int, dict[str, Leaf]] | None] = queue.Queue()
         self._rows: queue.Queue[Row | None] = queue.Queue()
         self._slots = threading.Semaphore(IN_FLIGHT)
         self._failure: BaseException | None = None
@@ -49,7 +51,7 @@ class MetricStream:
         for thread in self._threads:
             thread.start()
 
-    def push(self, step: int, metrics: dict[str, jax.Array]) -> None:
+    def push(self, step: int, metrics: dict[str, Leaf]) -> None:
         """Take a step's metrics; returns at once unless `IN_FLIGHT` older steps are still on their way.
 
         Raises:

@@ -1,0 +1,76 @@
+"""metrics.jsonl, the console and a real offline Weights & Biases run."""
+
+import io
+import json
+
+from rich.console import Console
+
+from dflash_jax.telemetry.sinks import ConsoleSink, JsonlSink, WandbSink, truncate_rows
+
+ROW = {
+    "step": 7,
+    "loss": 123.456,
+    "grad_norm": 1234.5,
+    "acceptance_length": 12.34,
+    "tokens_per_second": 1234567.0,
+    "step_seconds": 0.5,
+    "accuracy_at": [0.5, 0.25],
+}
+
+
+def test_jsonl_is_on_disk_after_each_row(tmp_path):
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    sink.write(ROW)
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == ROW
+    sink.close()
+
+
+def test_truncate_rows(tmp_path):
+    """Rows after the step and a torn last line go; without a file nothing happens."""
+    path = tmp_path / "metrics.jsonl"
+    truncate_rows(path, 3)
+    assert not path.exists()
+    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, 6)) + '{"step": 6, "lo')
+    truncate_rows(path, 3)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
+
+
+def test_console_lines_fit_100_columns():
+    """Plain lines off a terminal, about twenty a run; evaluation rows always."""
+    text = io.StringIO()
+    sink = ConsoleSink(0, 1_000_000, Console(file=text, width=200))
+    for step in (1, 2, 49_999, 50_000):
+        sink.write(ROW | {"step": step})
+    sink.write({"step": 50_000, "eval/acceptance_length": 2.5, "eval/lossless": True})
+    sink.close()
+    lines = text.getvalue().splitlines()
+    assert [line.split()[1] for line in lines] == ["1/1000000", "50000/1000000", "50000"]
+    assert max(map(len, lines)) <= 100
+
+
+def test_live_line_fits_100_columns():
+    text = io.StringIO()
+    sink = ConsoleSink(0, 1_000_000, Console(file=text, force_terminal=True, width=100, color_system=None))
+    sink.write(ROW | {"step": 999_999})
+    sink.close()
+    assert "accept 12.34" in text.getvalue()
+    assert "left" in text.getvalue()
+
+
+def test_wandb_offline(tmp_path):
+    """A real offline run holds every key, lists spread by position."""
+    sink = WandbSink("offline", "test", tmp_path, {"training": {"steps": 3}}, "abc123", resumed=False)
+    logged = []
+    log = sink._run.log
+
+    def note(row, **where):
+        logged.append(row)
+        log(row, **where)
+
+    sink._run.log = note
+    sink.write(ROW)
+    sink.close()
+    (recorded,) = (tmp_path / "wandb").glob("offline-run-*/run-abc123.wandb")
+    content = recorded.read_bytes()
+    assert logged[0].keys() == (ROW.keys() - {"accuracy_at"}) | {"accuracy_at/1", "accuracy_at/2"}
+    assert all(key.encode() in content for key in logged[0])
