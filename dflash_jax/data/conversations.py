@@ -73,6 +73,8 @@ def parse_row(line: str) -> Conversation:
         value = json.loads(line)
     except json.JSONDecodeError as error:
         raise BadRow(f"not JSON: {error.msg} at column {error.colno}") from error
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, brackets without end
+        raise BadRow(f"not usable JSON: {error}") from error
     try:
         row = Conversation.model_validate(value)
     except ValidationError as error:

@@ -53,7 +53,8 @@ def resolve_folder(name: str, revision: str | None = None) -> Path:
         return path
     if path.is_file():
         raise UserError(f"{name} is a file; give the checkpoint folder that holds config.json")
-    if name.startswith((EMBEDDED, "/", ".", "~")) or name.count("/") != 1:
+    # `runs/typo` looks like a hub id, but nobody keeps a folder of the hub's organisations beside the code.
+    if name.startswith((EMBEDDED, "/", ".", "~")) or name.count("/") != 1 or path.parent.is_dir():
         raise UserError(f"{name}: no such folder; give a checkpoint folder or a hub id like Qwen/Qwen3-8B")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
