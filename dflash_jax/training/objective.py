@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.models.architecture import DrafterArchitecture
 from dflash_jax.models.drafter import scale_logits
+from dflash_jax.models.layers import matmul
 
 LOGIT_BUDGET = 2**26
 """Logits in memory at a time on a device (256 MiB in float32)."""
@@ -88,8 +89,7 @@ _chunked.defvjp(_chunked_forward, _chunked_backward)
 
 def _chunk_loss(hidden: Array, labels: Array, weights: Array, projection: Array, arch: DrafterArchitecture):
     """Loss sum, hits, gradient of the scaled logits, and the map from that to the raw logits' gradient."""
-    contract = (((hidden.ndim - 1,), (1,)), ((), ()))
-    raw = jax.lax.dot_general(hidden, projection.astype(hidden.dtype), contract, preferred_element_type=jnp.float32)
+    raw = matmul(hidden, projection, jnp.float32)
     logits, to_raw = jax.vjp(lambda z: scale_logits(z, arch), raw)
     top = jnp.max(logits, axis=-1, keepdims=True)
     exponentials = jnp.exp(logits - top)
