@@ -86,3 +86,8 @@ def make_target(arch, seed=0, mesh_shape=(1, 1, 1), stop_ids=()):
 def make_drafter(arch, seed=1, mesh_shape=(1, 1, 1)):
     graph, specs = weights.split(Drafter(arch))
     return TrainedDrafter(arch, graph, random_params(specs, mesh_of(mesh_shape), seed))
+
+
+def relative_error(actual, expected):
+    """Largest difference over the array's largest magnitude."""
+    return np.abs(actual - expected).max() / np.abs(expected).max()

@@ -21,7 +21,7 @@ from dflash_jax.parallel import batch_shards, mesh_of
 from dflash_jax.training.anchors import lay_out_blocks
 from dflash_jax.training.optimizer import make_optimizer
 from dflash_jax.training.step import Batch, StepSettings, block_loss, init_state, make_step, tables_of
-from tests.helpers import MESHES, place, tiny_drafter, tiny_target
+from tests.helpers import MESHES, place, relative_error, tiny_drafter, tiny_target
 
 GOLDEN = Path(__file__).parent / "data" / "training_step.npz"
 
@@ -101,11 +101,6 @@ class GoldenStep:
         kept = jax.device_get((gradient, sums.weight))  # the update donates them
         self.state, metrics = self.step.update(replace(self.state, gradient=gradient, sums=sums))
         return *kept, metrics
-
-
-def relative_error(actual, expected):
-    """Largest difference over the array's largest magnitude."""
-    return np.abs(actual - expected).max() / np.abs(expected).max()
 
 
 @pytest.mark.parametrize("mesh_shape", MESHES, ids=lambda shape: "x".join(map(str, shape)))
