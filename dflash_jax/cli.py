@@ -19,14 +19,10 @@ from rich.progress import (
 )
 
 from dflash_jax.config import DevicesSection
-from dflash_jax.errors import UserError
+from dflash_jax.errors import Interrupted, UserError
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
-
-
-class Interrupted(Exception):  # noqa: N818 - a stop, not an error
-    """Raised when a run was stopped by a signal after its state was saved; the message says how to go on."""
 
 
 def run(main: Callable[[], None]) -> None:

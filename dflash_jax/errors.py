@@ -1,4 +1,4 @@
-"""The one exception that means: the user can mend this."""
+"""The exceptions that end a script without a traceback."""
 
 
 class UserError(Exception):
@@ -6,3 +6,7 @@ class UserError(Exception):
 
     The message is one line: what is wrong, where, and what to do. Scripts print it and exit with code 2.
     """
+
+
+class Interrupted(Exception):  # noqa: N818 - a stop, not an error
+    """A signal ended the run after its state was saved; the message says how to go on. Exit code 130."""

@@ -126,11 +126,15 @@ def compute_dtype(section: DevicesSection) -> jax.typing.DTypeLike:
 
 
 def on_mesh(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` traced with `mesh` as its ambient mesh, so that `constrain` inside it has a meaning."""
+    """`function` traced with `mesh` as its ambient mesh, so that `constrain` inside it has a meaning.
+
+    Precision "highest" keeps float32 matmuls in float32, where accelerators would round their operands to bfloat16 or
+    TF32; bfloat16 operands are not affected.
+    """
 
     @wraps(function)
     def traced(*args: Any, **kwargs: Any) -> Any:
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), jax.default_matmul_precision("highest"):
             return function(*args, **kwargs)
 
     return traced

@@ -21,7 +21,7 @@ def main() -> None:
     cli.add_device_arguments(parser)
     arguments = parser.parse_args()
 
-    from dflash_jax.training.acceptance import evaluate_files
+    from dflash_jax.training.evaluation import evaluate_files
 
     report = evaluate_files(
         arguments.target,

@@ -24,7 +24,7 @@ def main() -> None:
     cli.add_device_arguments(parser)
     arguments = parser.parse_args()
 
-    from dflash_jax.decoding.answer_file import AnswerSettings, answer_prompts
+    from dflash_jax.decoding.answers import AnswerSettings, answer_prompts
 
     settings = AnswerSettings(
         target=arguments.target,

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from dflash_jax.decoding.generate import is_stop, prefill, widen
 from dflash_jax.decoding.prompts import PromptBatch
@@ -22,6 +22,7 @@ from dflash_jax.models.drafter import Drafter, mask_blocks
 from dflash_jax.models.target import Cache, FrozenTarget, Target, write_rows
 from dflash_jax.models.weights import Params
 from dflash_jax.parallel import Leaf, on_mesh, sharding_of
+from dflash_jax.telemetry.drafting import leading_run
 
 
 @jax.tree_util.register_dataclass
@@ -50,11 +51,6 @@ class _ChainState:
     done: Leaf
     target_cache: Cache
     draft_cache: Cache
-
-
-def leading_run(matches: Bool[Array, "batch offsets"]) -> Int[Array, "batch"]:
-    """Number of leading true entries."""
-    return jnp.cumprod(matches.astype(jnp.int32), axis=-1).sum(axis=-1)
 
 
 def draft_logits(

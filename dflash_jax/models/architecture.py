@@ -222,7 +222,7 @@ def parse_target(config: Mapping[str, Any], where: str) -> TargetArchitecture:
 def parse_rope(config: Mapping[str, Any], where: str) -> Rope:
     """`rope_parameters` (transformers 5) before `rope_theta` + `rope_scaling` (older files)."""
     nested = config.get("rope_parameters") or {}
-    scaling = config.get("rope_scaling") or nested
+    scaling = nested if "rope_type" in nested else config.get("rope_scaling") or nested
     theta = nested.get("rope_theta", config.get("rope_theta", 10000.0))
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "default":

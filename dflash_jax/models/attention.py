@@ -30,10 +30,9 @@ def causal_attention(
     time = q.shape[1]
     if time <= QUERY_CHUNK:
         return _causal_chunk(q, k, v, positions)
-    size = math.gcd(time, QUERY_CHUNK)
-    chunked = (_chunks(q, size), _chunks(positions, size))
+    chunked = (_chunks(q, QUERY_CHUNK), _chunks(positions, QUERY_CHUNK))
     out = jax.lax.map(lambda chunk: _causal_chunk(chunk[0], k, v, chunk[1]), chunked)
-    return _unchunk(out)
+    return _unchunk(out, time)
 
 
 def _causal_chunk(q: Array, k: Array, v: Array, positions: Array) -> Array:
@@ -70,9 +69,8 @@ def context_and_block_attention(
 
     if blocks <= group:
         return attend((q, block_k, block_v, anchors))
-    size = math.gcd(blocks, group)
-    parts = tuple(_chunks(x, size) for x in (q, block_k, block_v, anchors))
-    return _unchunk(jax.lax.map(jax.checkpoint(attend), parts))
+    parts = tuple(_chunks(x, group) for x in (q, block_k, block_v, anchors))
+    return _unchunk(jax.lax.map(jax.checkpoint(attend), parts), blocks)
 
 
 def _blocks_chunk(
@@ -124,11 +122,18 @@ def _group_heads(q: Array, kv_heads: int) -> Array:
     return q.reshape(*q.shape[:-2], kv_heads, q.shape[-2] // kv_heads, q.shape[-1])
 
 
-def _chunks(x: Array, size: int) -> Array:
-    """`[batch, n, ..]` -> `[n/size, batch, size, ..]`."""
-    return jnp.moveaxis(x.reshape(x.shape[0], x.shape[1] // size, size, *x.shape[2:]), 1, 0)
+def _chunks(x: Array, limit: int) -> Array:
+    """`[batch, n, ..]` -> `[chunks, batch, size, ..]` with the fewest equal chunks of at most `limit`.
+
+    Zeros fill up the last chunk: queries at position 0, blocks at anchor 0. They see something, so nothing is NaN.
+    """
+    chunks = math.ceil(x.shape[1] / limit)
+    size = math.ceil(x.shape[1] / chunks)
+    x = jnp.pad(x, ((0, 0), (0, chunks * size - x.shape[1])) + ((0, 0),) * (x.ndim - 2))
+    return jnp.moveaxis(x.reshape(x.shape[0], chunks, size, *x.shape[2:]), 1, 0)
 
 
-def _unchunk(x: Array) -> Array:
+def _unchunk(x: Array, count: int) -> Array:
+    """Back to `[batch, count, ..]`."""
     x = jnp.moveaxis(x, 0, 1)
-    return x.reshape(x.shape[0], x.shape[1] * x.shape[2], *x.shape[3:])
+    return x.reshape(x.shape[0], x.shape[1] * x.shape[2], *x.shape[3:])[:, :count]

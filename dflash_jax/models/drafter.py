@@ -29,7 +29,8 @@ class Fusion(nnx.Module):
 
     def __call__(self, taps: Sequence[Float[Array, "batch time target_hidden"]]) -> Float[Array, "batch time hidden"]:
         parts = jnp.split(self.weight[...], len(taps), axis=1)
-        return sum(matmul(tap, part) for tap, part in zip(taps, parts, strict=True))
+        products = (matmul(tap, part, jnp.float32) for tap, part in zip(taps, parts, strict=True))
+        return sum(products).astype(taps[0].dtype)  # rounded once, as one product over concatenated taps would be
 
 
 class DrafterAttention(nnx.Module):

@@ -140,20 +140,18 @@ def read_weights(
 
 def save_drafter(folder: Path, drafter: TrainedDrafter) -> None:
     """Write `config.json` and `model.safetensors` (bfloat16, `[out, in]`) as servers load them."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {
-        name: np.ascontiguousarray(np.asarray(array).astype(ml_dtypes.bfloat16))
-        for name, array in weights.by_name(drafter.params).items()
-    }
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(render_drafter(drafter.arch), indent=2) + "\n")
+    _save(folder, drafter.params, render_drafter(drafter.arch))
 
 
 def save_target(folder: Path, params: Params, config: dict[str, Any]) -> None:
     """Write a target as `config.json` and `model.safetensors` in bfloat16."""
+    _save(folder, params, config)
+
+
+def _save(folder: Path, params: Params, config: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
-        name: np.ascontiguousarray(np.asarray(array).astype(ml_dtypes.bfloat16))
+        name: np.ascontiguousarray(jax.device_get(array).astype(ml_dtypes.bfloat16))
         for name, array in weights.by_name(params).items()
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -44,9 +44,14 @@ class DraftingSums:
         return jax.tree.map(jnp.add, self, other)
 
 
+def leading_run(hits: Bool[Array, "*batch offsets"]) -> Int[Array, "*batch"]:
+    """Number of leading true entries."""
+    return jnp.cumprod(hits.astype(jnp.int32), axis=-1).sum(axis=-1)
+
+
 def leading_hits(correct: Bool[Array, "*batch offsets"], valid: Bool[Array, "*batch offsets"]) -> Int[Array, "*batch"]:
     """Number of leading offsets whose label exists and is hit: what a greedy chain would accept of the block."""
-    return jnp.cumprod((correct & valid).astype(jnp.int32), axis=-1).sum(axis=-1)
+    return leading_run(correct & valid)
 
 
 def drafting_sums(

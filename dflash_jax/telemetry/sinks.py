@@ -1,6 +1,7 @@
 """Where rows go: `metrics.jsonl`, the console, Weights & Biases."""
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any, TextIO
@@ -18,7 +19,7 @@ class JsonlSink:
         self._file: TextIO = path.open("a", encoding="utf-8")
 
     def write(self, row: Row) -> None:
-        self._file.write(json.dumps(row) + "\n")
+        self._file.write(json.dumps(_finite(row), allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -100,7 +101,7 @@ class WandbSink:
             dir=str(folder),
             config=config,
             id=run_id,
-            resume="must" if resumed and mode == "online" else None,
+            resume="allow" if resumed and mode == "online" else None,
             settings=wandb.Settings(silent=True),
         )
 
@@ -115,6 +116,15 @@ class WandbSink:
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _finite(value: Any) -> Any:
+    """NaN and infinities as null: JSON has no word for them."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _short(value: Any) -> str:

@@ -3,7 +3,7 @@
 A step hands its metrics to `push` and goes on. One thread reads each step's values when they have arrived and turns
 them into a row; another feeds the sinks, so a slow sink makes rows late and never the step. `push` waits only when more
 than `IN_FLIGHT` steps have not arrived: that bounds how far the host runs ahead of the devices, and it never waits for
-the newest step.
+the newest step. Only `flush`, before a checkpoint or an evaluation, waits for the sinks.
 """
 
 import queue
@@ -43,7 +43,7 @@ class MetricStream:
         self._slots = threading.Semaphore(IN_FLIGHT)
         self._failure: BaseException | None = None
         self._clock = time.perf_counter()
-        self._since_log = (0, 0.0)
+        self._since_log = (0, 0, 0.0)
         self._threads = [
             threading.Thread(target=self._read, name="metrics-reader", daemon=True),
             threading.Thread(target=self._feed, name="metrics-sinks", daemon=True),
@@ -109,16 +109,16 @@ class MetricStream:
     def _emit(self, step: int, values: dict[str, np.ndarray]) -> None:
         """Time the step by its arrival and pass on every `log_every`-th row."""
         now = time.perf_counter()
-        steps, seconds = self._since_log
-        steps, seconds = steps + 1, seconds + now - self._clock
+        steps, tokens, seconds = self._since_log
+        steps, tokens, seconds = steps + 1, tokens + int(values["tokens"]), seconds + now - self._clock
         self._clock = now
         if step % self._log_every == 0:
             row: Row = {"step": step, **{name: value.tolist() for name, value in values.items()}}
             row["step_seconds"] = seconds / steps
-            row["tokens_per_second"] = row["tokens"] * steps / max(seconds, 1e-9)
+            row["tokens_per_second"] = tokens / max(seconds, 1e-9)
             self._rows.put(row)
-            steps, seconds = 0, 0.0
-        self._since_log = (steps, seconds)
+            steps, tokens, seconds = 0, 0, 0.0
+        self._since_log = (steps, tokens, seconds)
 
     def _feed(self) -> None:
         while (row := self._rows.get()) is not None:

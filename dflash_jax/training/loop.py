@@ -12,7 +12,6 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from dflash_jax.cli import Interrupted
 from dflash_jax.config import Config, decay_gamma
 from dflash_jax.data.chat import ChatTokenizer
 from dflash_jax.data.conversations import Conversation, read_prompts
@@ -20,7 +19,7 @@ from dflash_jax.data.loader import BatchSource, place, read_ahead
 from dflash_jax.data.plan import batches_per_epoch
 from dflash_jax.decoding.evaluate import Evaluator, Report
 from dflash_jax.decoding.prompts import encode_prompts
-from dflash_jax.errors import UserError
+from dflash_jax.errors import Interrupted, UserError
 from dflash_jax.models.architecture import (
     DrafterArchitecture,
     TargetArchitecture,

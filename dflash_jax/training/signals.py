@@ -1,6 +1,7 @@
 """Ctrl-C and SIGTERM as a request that the loop reads between steps."""
 
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ def stop_on_signals() -> Iterator[StopRequest]:
         if request.name is not None:
             raise KeyboardInterrupt
         request.name = signal.Signals(number).name
+        print(f"\n{request.name}: stopping after this step; once more to stop at once", file=sys.stderr)
 
     previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

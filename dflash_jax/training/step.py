@@ -102,7 +102,7 @@ def block_loss(
     settings: StepSettings,
     shards: int = 1,
 ) -> tuple[Float[Array, ""], DraftingSums]:
-    """Unnormalised loss of a batch of blocks, and all sums; `reference` is arXiv 2602.06036 section 4."""
+    """Unnormalised loss of a batch of blocks, and all sums (arXiv 2602.06036, section 4)."""
     drafter: Drafter = nnx.merge(graph, params)
     batch, seq = taps[0].shape[:2]
     positions = jnp.broadcast_to(jnp.arange(seq)[None, :], (batch, seq))

@@ -5,7 +5,6 @@ from typing import TextIO
 from rich.console import Console
 from rich.table import Table
 
-from dflash_jax.decoding.evaluate import Report
 from dflash_jax.training.loop import Summary
 
 
@@ -35,9 +34,5 @@ _LINES = (
     ("  pooled over rounds", lambda report: f"{report.acceptance_length_pooled:.3f}"),
     ("lossless", lambda report: "yes" if report.lossless else f"no ({len(report.mismatches)} differ)"),
     ("prompts / new tokens", lambda report: f"{report.prompts} / {report.tokens}"),
-    ("seconds plain / speculative", lambda report: _seconds(report)),
+    ("seconds plain / speculative", lambda r: f"{r.seconds_plain:.2f} / {r.seconds_speculative:.2f}"),
 )
-
-
-def _seconds(report: Report) -> str:
-    return f"{report.seconds_plain:.2f} / {report.seconds_speculative:.2f}"

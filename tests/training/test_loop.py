@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import yaml
 
-from dflash_jax.cli import Interrupted
 from dflash_jax.config import load_config
-from dflash_jax.errors import UserError
+from dflash_jax.errors import Interrupted, UserError
 from dflash_jax.telemetry.stream import MetricStream
 from dflash_jax.training.loop import train
 
