@@ -34,8 +34,8 @@ class Answered:
 
     @property
     def right(self) -> bool:
-        """Whether the answer holds all that a right answer holds."""
-        return self.complete and all(piece in self.text for piece in self.exchange.required)
+        """Whether the answer holds what a right answer holds."""
+        return self.complete and self.exchange.required in self.text
 
 
 def answer(target: FrozenTarget, tokenizer: Tokenizer, exchanges: Mapping[str, Exchange], mesh: Mesh) -> list[Answered]:

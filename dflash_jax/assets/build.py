@@ -27,7 +27,7 @@ from dflash_jax.parallel import mesh_of
 SPLITS = ("target", "train", "heldout")
 """Each has a seed of its own."""
 
-TRAIN_PROMPTS, HELDOUT_PROMPTS = 1200, 48
+TRAIN_PROMPTS, HELDOUT_PROMPTS = 1600, 48
 TOKENIZER_EXCHANGES = 6000
 
 TARGET_CONFIG: dict[str, Any] = {
