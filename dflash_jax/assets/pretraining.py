@@ -55,6 +55,11 @@ def encode(tokenizer: Tokenizer, exchange: Exchange) -> Row:
     return Row(prompt, tokenizer.encode(exchange.answer + TURN_END).ids)
 
 
+def fits(row: Row) -> bool:
+    """Whether a batch may hold the row."""
+    return len(row.prompt) + len(row.answer) <= EDGES[-1]
+
+
 def pad(rows: list[Row]) -> Batch:
     """Rows as one batch, as long as the smallest edge that holds them all."""
     longest = max(len(row.prompt) + len(row.answer) for row in rows)
@@ -71,7 +76,7 @@ def batches(rows: Iterable[Row], rng: np.random.Generator) -> Iterator[Batch]:
     """Full batches of rows of like length; the rest of the rows at the end is dropped."""
     waiting: list[Row] = []
     for row in rows:
-        if len(row.prompt) + len(row.answer) > EDGES[-1]:
+        if not fits(row):
             continue
         waiting.append(row)
         if len(waiting) == BATCH_SIZE * SORTED_BATCHES:
