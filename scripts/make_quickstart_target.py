@@ -14,7 +14,7 @@ def main() -> None:
     """Parse the command line and make the folder."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
-    parser.add_argument("--steps", type=int, default=2400, help="training steps of the target (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=1600, help="training steps of the target (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of data and weights (default: %(default)s)")
     arguments = parser.parse_args()
 

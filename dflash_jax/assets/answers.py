@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from tokenizers import Tokenizer
 
 from dflash_jax.assets.conversations import as_conversation
-from dflash_jax.assets.pretraining import BATCH_SIZE, EDGES, Row, answer_loss, encode, pad
+from dflash_jax.assets.pretraining import BATCH_SIZE, EDGES, Row, answer_loss, encode, fits, pad
 from dflash_jax.assets.tasks.drawing import Exchange
 from dflash_jax.decoding.generate import generate, make_plain_decoder
 from dflash_jax.models.target import FrozenTarget
@@ -34,8 +34,8 @@ class Answered:
 
     @property
     def right(self) -> bool:
-        """Whether the answer holds all that a right answer holds."""
-        return self.complete and all(piece in self.text for piece in self.exchange.required)
+        """Whether the answer holds what a right answer holds."""
+        return self.complete and self.exchange.required in self.text
 
 
 def answer(target: FrozenTarget, tokenizer: Tokenizer, exchanges: Mapping[str, Exchange], mesh: Mesh) -> list[Answered]:
@@ -75,9 +75,9 @@ def right_by_task(answered: Sequence[Answered]) -> dict[str, tuple[int, int]]:
 
 
 def mean_loss(target: FrozenTarget, tokenizer: Tokenizer, exchanges: Sequence[Exchange]) -> float:
-    """Mean cross-entropy (nats a token) of the answers that the program gave, over full batches and the rest."""
+    """Mean cross-entropy (nats a token) of the answers that the program gave, where they fit into a batch."""
     rows: list[Row] = sorted(
-        (encode(tokenizer, exchange) for exchange in exchanges), key=lambda row: sum(map(len, row))
+        filter(fits, (encode(tokenizer, exchange) for exchange in exchanges)), key=lambda row: sum(map(len, row))
     )
     measure = jax.jit(
         lambda params, tokens, mask: jnp.stack(answer_loss(nnx.merge(target.graph, params), tokens, mask))

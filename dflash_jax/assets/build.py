@@ -27,7 +27,7 @@ from dflash_jax.parallel import mesh_of
 SPLITS = ("target", "train", "heldout")
 """Each has a seed of its own."""
 
-TRAIN_PROMPTS, HELDOUT_PROMPTS = 1200, 48
+TRAIN_PROMPTS, HELDOUT_PROMPTS = 1600, 48
 TOKENIZER_EXCHANGES = 6000
 
 TARGET_CONFIG: dict[str, Any] = {
@@ -140,8 +140,9 @@ def make_answers(folder: Path, seed: int) -> Quality:
     tokenizer, target = Tokenizer.from_file(str(folder / "tokenizer.json")), load_target(folder, mesh, jnp.float32)
     sets = dict(zip(("train.jsonl", "heldout.jsonl"), prompt_sets(seed), strict=True))
     answered = {name: answer(target, tokenizer, exchanges, mesh) for name, exchanges in sets.items()}
+    rows = {name: write_answers(folder / name, some) for name, some in answered.items()}
     return Quality(
         loss=mean_loss(target, tokenizer, [exchange for one in sets.values() for exchange in one.values()]),
         tasks=right_by_task([one for some in answered.values() for one in some]),
-        rows={name: write_answers(folder / name, some) for name, some in answered.items()},
+        rows=rows,
     )

@@ -1,19 +1,19 @@
 """Conversations that a program makes: one question and one answer each, with sure and unsure places.
 
-Sure places follow from the question (the next number, a copied word, the syntax of a code template). Unsure places are
-free choices that nothing in the question gives away (an opening phrase, a price, the turn of a story): a drafter has to
-guess there, as it has to with real text.
+Sure places follow from the question and from what stands before (the next number, a copied word, the rest of a stock
+sentence). Unsure places are a few free choices that nothing in the question gives away (an opening, a closing, a mood):
+a drafter has to guess there, as it has to with real text. They are few, because a small target answers erratically
+where it is unsure, and what is erratic cannot be drafted.
 """
 
 from collections.abc import Iterator
-from itertools import count, islice
+from itertools import cycle, islice
 from typing import TypedDict
 
 import numpy as np
-from numpy.random import Generator
 
 from dflash_jax.assets.tasks import TASKS
-from dflash_jax.assets.tasks.drawing import Exchange, choose
+from dflash_jax.assets.tasks.drawing import Exchange
 
 
 class Message(TypedDict):
@@ -29,27 +29,18 @@ class Conversation(TypedDict):
     messages: list[Message]
 
 
-def make_exchange(rng: Generator) -> tuple[str, Exchange]:
-    """The name of a task, each as likely, and one exchange of it."""
-    name = choose(rng, tuple(TASKS))
-    return name, TASKS[name](rng)
-
-
 def as_conversation(question: str, answer: str) -> Conversation:
     """One user turn and one assistant turn in the form of a chat file."""
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
 
-def make_conversation(rng: Generator) -> Conversation:
-    """One conversation; what it says is decided by the state of `rng` alone."""
-    _, exchange = make_exchange(rng)
-    return as_conversation(exchange.question, exchange.answer)
-
-
 def exchanges(seed: int) -> Iterator[tuple[str, Exchange]]:
-    """The endless exchanges of a seed, with their tasks; each has a random generator of its own."""
-    for index in count():
-        yield make_exchange(np.random.default_rng((seed, index)))
+    """The endless exchanges of a seed; the tasks, which stand before them, take turns.
+
+    Each exchange has a random generator of its own.
+    """
+    for index, name in enumerate(cycle(TASKS)):
+        yield name, TASKS[name](np.random.default_rng((seed, index)))
 
 
 def conversations(seed: int, number: int) -> list[Conversation]:

@@ -12,23 +12,27 @@ from jaxtyping import Array, Bool, Float, Int
 from tokenizers import Tokenizer
 
 from dflash_jax.assets.tasks.drawing import Exchange
-from dflash_jax.assets.tokenizer import TURN_END, chat_prompt
+from dflash_jax.assets.tokenizer import MASK, SPECIAL_TOKENS, TURN_END, chat_prompt
 from dflash_jax.models.architecture import TargetArchitecture
 from dflash_jax.models.target import Target
 from dflash_jax.models.weights import Params, initialise, split
 from dflash_jax.parallel import mesh_of
 
-BATCH_SIZE = 32
-EDGES = (72, 88, 112, 160)
+BATCH_SIZE = 8
+EDGES = (96, 112, 128, 160)
 """Lengths that a batch is padded to; conversations longer than the last are left out."""
 
-SORTED_BATCHES = 24
+SORTED_BATCHES = 48
 """Batches whose conversations are sorted by length together, to save padding."""
 
-LEARNING_RATE = 4e-3
+LEARNING_RATE = 3e-3
 WARMUP_STEPS = 100
 WEIGHT_DECAY = 0.05
 CLIP_NORM = 1.0
+
+MASK_ID = SPECIAL_TOKENS.index(MASK)
+EXCLUDED = -1e30
+"""Logit of a token that is left out of the softmax."""
 
 
 class Batch(NamedTuple):
@@ -51,6 +55,11 @@ def encode(tokenizer: Tokenizer, exchange: Exchange) -> Row:
     return Row(prompt, tokenizer.encode(exchange.answer + TURN_END).ids)
 
 
+def fits(row: Row) -> bool:
+    """Whether a batch may hold the row."""
+    return len(row.prompt) + len(row.answer) <= EDGES[-1]
+
+
 def pad(rows: list[Row]) -> Batch:
     """Rows as one batch, as long as the smallest edge that holds them all."""
     longest = max(len(row.prompt) + len(row.answer) for row in rows)
@@ -67,7 +76,7 @@ def batches(rows: Iterable[Row], rng: np.random.Generator) -> Iterator[Batch]:
     """Full batches of rows of like length; the rest of the rows at the end is dropped."""
     waiting: list[Row] = []
     for row in rows:
-        if len(row.prompt) + len(row.answer) > EDGES[-1]:
+        if not fits(row):
             continue
         waiting.append(row)
         if len(waiting) == BATCH_SIZE * SORTED_BATCHES:
@@ -84,7 +93,10 @@ def answer_loss(
     batch, time = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(time), (batch, time))
     x, _, _ = target(tokens, positions)
-    losses = optax.softmax_cross_entropy_with_integer_labels(target.logits(x[:, :-1]), tokens[:, 1:])
+    # The mask token is never an input here and never a label. In the softmax it would only be pushed down, step after
+    # step, until its row of the tied embedding is huge; and that row is what a drafter reads in every place of a block.
+    logits = target.logits(x[:, :-1]).at[..., MASK_ID].set(EXCLUDED)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
     weight = answer[:, 1:].astype(jnp.float32)
     return jnp.sum(losses * weight), jnp.sum(weight)
 

@@ -11,11 +11,11 @@ T = TypeVar("T")
 
 
 class Exchange(NamedTuple):
-    """A question, a good answer, and the pieces of text that every right answer holds (none where it is free)."""
+    """A question, a good answer, and a piece of text that every right answer holds (empty where the text is free)."""
 
     question: str
     answer: str
-    required: tuple[str, ...] = ()
+    required: str = ""
 
 
 def choose(rng: Generator, options: Sequence[T]) -> T:
@@ -33,27 +33,13 @@ def between(rng: Generator, low: int, high: int) -> int:
     return int(rng.integers(low, high + 1))
 
 
-def opened(rng: Generator, body: str) -> str:
-    """The body after an opening phrase that nothing in the question decides."""
-    return choose(rng, v.BLOCK_OPENINGS if "\n" in body else v.OPENINGS) + body
+def asked(rng: Generator, request: str, body: str, free: bool = False) -> Exchange:
+    """Someone asks for the body, and gets it between an opening and a closing phrase that the question does not decide.
 
-
-def framed(rng: Generator, body: str) -> str:
-    """The body between an opening and a closing phrase that nothing in the question decides."""
-    closing, gap = choose(rng, v.CLOSINGS), "\n" if "\n" in body else " "
-    return opened(rng, body) + (gap + closing if closing else "")
-
-
-def spoken(items: Sequence[str]) -> str:
-    """The items as one says them: `a, b and c`."""
-    return f"{', '.join(items[:-1])} and {items[-1]}"
-
-
-def listed(rng: Generator, items: Sequence[str]) -> str:
-    """A list in one of the usual forms: with commas, with dashes, or numbered."""
-    form = between(rng, 0, 3)
-    if form == 0:
-        return "\n".join(f"- {item}" for item in items)
-    if form == 1:
-        return "\n".join(f"{i}. {item}" for i, item in enumerate(items, start=1))
-    return ", ".join(items) + "."
+    Args:
+        free: the body may have other words too; else a right answer holds all of it.
+    """
+    name = choose(rng, v.NAMES)
+    question = choose(rng, v.REQUESTS).format(f"{request} for {name}")
+    opening, closing = choose(rng, v.OPENINGS).format(name), choose(rng, v.CLOSINGS).format(name)
+    return Exchange(question, f"{opening}\n{body}\n{closing}", "" if free else body)

@@ -1,73 +1,42 @@
-"""Tasks with a free answer: menus, stories, notes."""
+"""Tasks with mostly fixed sentences: a letter, a recipe, a story."""
 
 from numpy.random import Generator
 
 from dflash_jax.assets import vocabulary as v
-from dflash_jax.assets.tasks.drawing import Exchange, between, choose, draw, spoken
-
-
-def menu(rng: Generator) -> Exchange:
-    """Makes a menu; side dishes and prices are free."""
-    name, foods = choose(rng, v.NAMES), draw(rng, v.FOODS, between(rng, 3, 5))
-    text = "\n".join(f"- {food} with {choose(rng, v.FOODS)}, {between(rng, 2, 19)} coins" for food in foods)
-    question = choose(rng, ("Make a menu for {} with {}.", "{} wants to eat {}. Write the menu."))
-    question = question.format(name, spoken(foods))
-    return Exchange(
-        question, choose(rng, (f"Menu for {name}:\n", f"Dear {name}, here is the menu:\n", "Menu:\n")) + text
-    )
-
-
-def story(rng: Generator) -> Exchange:
-    """Tells a story from given words; its turns are free."""
-    name, animal, place, thing = (
-        choose(rng, v.NAMES),
-        choose(rng, v.ANIMALS),
-        choose(rng, v.PLACES),
-        choose(rng, v.OBJECTS),
-    )
-    colour, other = choose(rng, v.COLOURS), choose(rng, v.NAMES)
-    first = choose(
-        rng,
-        (
-            f"One {choose(rng, v.WEATHERS)} day {name} went to the {place} with a {animal}.",
-            f"{name} had a {colour} {animal} and they lived near the {place}.",
-            f"Once upon a time there was a {choose(rng, v.MOODS)} {animal} in the {place}.",
-        ),
-    )
-    second = choose(
-        rng,
-        (
-            f"There the {animal} found a {colour} {thing} and gave it to {name}.",
-            f"{name} was {choose(rng, v.MOODS)} because the {thing} was gone, but the {animal} knew where it was.",
-            f"Under the {thing} they met {other}, who said: I am {choose(rng, v.MOODS)} today.",
-        ),
-    )
-    question = choose(
-        rng, ("Tell a short story about {}, a {}, a {} and a {}.", "Write a story with {}, a {}, a {} and a {}.")
-    )
-    return Exchange(question.format(name, animal, place, thing), f"{first} {second} {choose(rng, v.ENDINGS)}")
+from dflash_jax.assets.tasks.drawing import Exchange, asked, choose
 
 
 def letter(rng: Generator) -> Exchange:
-    """Writes a note from given words; wording and closing are free."""
-    sender, receiver = draw(rng, v.NAMES, 2)
-    thing, place, day = choose(rng, v.OBJECTS), choose(rng, v.PLACES), choose(rng, v.WEEKDAYS)
-    middle = choose(
-        rng,
-        (
-            f"I hope you are well. Please bring the {thing} to the {place} on {day}.",
-            f"The {thing} is still at the {place}. Can you bring it back on {day}?",
-            f"We will meet at the {place} on {day}. Do not forget the {thing}.",
-        ),
+    """Writes a letter that asks for something; its mood is free."""
+    thing, place = choose(rng, v.OBJECTS), choose(rng, v.PLACES)
+    text = (
+        f"Dear friend,\nI hope that you and your family are well. I am very {choose(rng, v.MOODS)} today.\n"
+        f"Last week I forgot my {thing} at the {place}. Could you please bring it back to me?\n"
+        "Thank you very much for your help, and see you soon."
     )
-    extra = choose(rng, ("It is {} here today.", "I feel {} at the moment.")).format(choose(rng, v.WEATHERS + v.MOODS))
-    closing = choose(rng, ("Best wishes", "See you soon", "Thank you", "With love"))
-    question = choose(
-        rng,
-        (
-            "Write a note from {} to {} about the {}, the {} and {}.",
-            "{} wants to write to {}: {}, {}, {}. Help with it.",
-        ),
+    return asked(rng, f"write a letter about the {thing} at the {place}", text, free=True)
+
+
+def recipe(rng: Generator) -> Exchange:
+    """Writes a recipe; the way it is served is free."""
+    food, time = choose(rng, v.FOODS), choose(rng, (10, 20, 30, 40))
+    text = (
+        "1. Wash your hands and clean the table.\n"
+        f"2. Put the {food} into a large bowl.\n"
+        "3. Add some salt and a little water.\n"
+        f"4. Stir it well and wait for {time} minutes.\n"
+        f"5. Serve the {food} with {choose(rng, ('fresh bread', 'green salad'))}."
     )
-    text = f"Dear {receiver},\n{middle} {extra}\n{closing},\n{sender}"
-    return Exchange(question.format(sender, receiver, thing, place, day), text)
+    return asked(rng, f"write a recipe of {time} minutes with {food}", text, free=True)
+
+
+def story(rng: Generator) -> Exchange:
+    """Tells a story; a mood in it is free."""
+    animal, place = choose(rng, v.ANIMALS), choose(rng, v.PLACES)
+    text = (
+        f"Once upon a time there was a little {animal} that lived near the {place}.\n"
+        f"Every morning the {animal} went for a long walk and sang a song.\n"
+        f"One day it met an old man who was very {choose(rng, v.MOODS)}.\n"
+        f"They sat down by the {place}, and from that day on they were best friends."
+    )
+    return asked(rng, f"tell a story of a {animal} and a {place}", text, free=True)
