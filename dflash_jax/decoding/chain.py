@@ -5,7 +5,6 @@ the keys and values of its whole block, and rows past the accepted ones are over
 query can see them (slot index is absolute position).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,13 +14,13 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.decoding.generate import is_stop, prefill, widen
+from dflash_jax.decoding.generate import Decoder, is_stop, prefill, widen
 from dflash_jax.decoding.prompts import PromptBatch
 from dflash_jax.models.architecture import DrafterArchitecture
 from dflash_jax.models.drafter import Drafter, mask_blocks
 from dflash_jax.models.target import Cache, FrozenTarget, Target, write_rows
 from dflash_jax.models.weights import Params
-from dflash_jax.parallel import Leaf, on_mesh, sharding_of
+from dflash_jax.parallel import Leaf
 from dflash_jax.telemetry.drafting import leading_run
 
 
@@ -129,11 +128,10 @@ def decode_chain(
 
 def make_chain_decoder(
     target: FrozenTarget, drafter_graph: nnx.GraphDef, arch: DrafterArchitecture, max_new_tokens: int, mesh: Mesh
-) -> Callable[[Params, PromptBatch], ChainAnswers]:
-    """A jitted `(drafter params, batch) -> answers`."""
+) -> Decoder:
+    """`decoder(batch, drafter params) -> ChainAnswers`."""
     decode = partial(decode_chain, (target.graph, drafter_graph), arch, target.stop_ids, max_new_tokens)
-    jitted = jax.jit(on_mesh(mesh, decode), out_shardings=sharding_of(mesh))
-    return lambda params, batch: jitted((target.params, params), batch)
+    return Decoder(decode, mesh, lambda batch, params: ((target.params, params), batch))
 
 
 def _record(answers: ChainAnswers, choices: Array, produced: Array, accepted: Array) -> ChainAnswers:

@@ -75,12 +75,11 @@ class Evaluator:
         self._plain_decoder = make_plain_decoder(target, max_new_tokens, mesh)
         self._chain_decoder = make_chain_decoder(target, drafter_graph, arch, max_new_tokens, mesh)
         self._plain: tuple[list[Answers], float] | None = None
-        self._warm = False
 
     def plain(self) -> tuple[list[Answers], float]:
         """The target's own greedy answers, a batch each, and the seconds they took."""
         if self._plain is None:
-            self._compile(self._plain_decoder)
+            self._plain_decoder.compile(self._batches)
             self._plain = _timed(self._plain_decoder, self._batches)
         return self._plain
 
@@ -88,13 +87,8 @@ class Evaluator:
         """Decode all prompts with this drafter and compare."""
         plain, seconds_plain = self.plain()
 
-        def decode(batch: Any) -> ChainAnswers:
-            return self._chain_decoder(params, batch)
-
-        if not self._warm:
-            self._compile(decode)
-            self._warm = True
-        chain, seconds = _timed(decode, self._batches)
+        self._chain_decoder.compile(self._batches, params)
+        chain, seconds = _timed(lambda batch: self._chain_decoder(batch, params), self._batches)
         rows = [np.flatnonzero(indices >= 0).tolist() for indices in self._indices]
         names = [self._names[i] for indices in self._indices for i in indices[indices >= 0]]
         histogram = np.concatenate([batch.histogram[kept] for batch, kept in zip(chain, rows, strict=True)])
@@ -122,11 +116,6 @@ class Evaluator:
             seconds_plain=seconds_plain,
             seconds_speculative=seconds,
         )
-
-    def _compile(self, decode: Callable[[Any], Any]) -> None:
-        """One untimed run a shape, so that seconds are seconds of decoding."""
-        for batch in {batch.tokens.shape: batch for batch in self._batches}.values():
-            jax.block_until_ready(decode(batch))
 
 
 def _timed(decode: Callable[[Any], Any], batches: list[Any]) -> tuple[list[Any], float]:

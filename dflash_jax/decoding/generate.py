@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -128,20 +129,43 @@ def decode_plain(
     return jax.lax.while_loop(lambda state: ~state.done.all(), advance, state).answers
 
 
+class Decoder:
+    """A jitted decoding function with everything but the batch bound, compiled once a prompt shape."""
+
+    def __init__(self, function: Callable[..., Any], mesh: Mesh, arguments: Callable[..., tuple[Any, ...]]):
+        """`arguments(batch, *extra)` gives the positional arguments of `function`."""
+        self._jitted = jax.jit(on_mesh(mesh, function), out_shardings=sharding_of(mesh))
+        self._arguments = arguments
+        self._executables: dict[tuple[int, ...], Any] = {}
+
+    def compile(self, batches: Sequence[PromptBatch], *extra: Any) -> None:
+        """Compile for the shapes of `batches`, so that later calls only decode."""
+        for batch in batches:
+            self._executable(batch, extra)
+
+    def __call__(self, batch: PromptBatch, *extra: Any) -> Any:
+        return self._executable(batch, extra)(*self._arguments(batch, *extra))
+
+    def _executable(self, batch: PromptBatch, extra: tuple[Any, ...]) -> Any:
+        shape = batch.tokens.shape
+        if shape not in self._executables:
+            self._executables[shape] = self._jitted.lower(*self._arguments(batch, *extra)).compile()
+        return self._executables[shape]
+
+
 def make_plain_decoder(
     target: FrozenTarget, max_new_tokens: int, mesh: Mesh, temperature: float = 0.0, seed: int = 0
-) -> Callable[[PromptBatch], Answers]:
-    """A jitted `batch -> answers`; temperature 0 is greedy."""
+) -> Decoder:
+    """`decoder(batch) -> Answers`; temperature 0 is greedy."""
     sample = temperature > 0
-    decode = partial(decode_plain, target.graph, target.stop_ids, max_new_tokens, sample)
-    jitted = jax.jit(on_mesh(mesh, decode), out_shardings=sharding_of(mesh))
     key = jax.device_put(jax.random.key(seed), sharding_of(mesh))
     heat = jax.device_put(np.float32(temperature if sample else 1.0), sharding_of(mesh))
-    return lambda batch: jitted(target.params, batch, key, heat)
+    decode = partial(decode_plain, target.graph, target.stop_ids, max_new_tokens, sample)
+    return Decoder(decode, mesh, lambda batch: (target.params, batch, key, heat))
 
 
 def generate(
-    decoder: Callable[[PromptBatch], Answers],
+    decoder: Decoder,
     prompts: Sequence[Sequence[int]],
     batch_size: int,
     mesh: Mesh,
