@@ -62,6 +62,8 @@ def make_mesh(section: DevicesSection) -> Mesh:
     """
     if section.simulate is not None:
         simulate_devices(section.simulate)
+    if jax.process_count() > 1:
+        raise UserError("devices: runs of several processes are not supported yet; start one process")
     devices = jax.devices()
     inner = section.fsdp * section.tensor
     data = section.data

@@ -17,7 +17,9 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=cli.positive, default=128, help="default 128")
     parser.add_argument("--batch-size", type=cli.positive, default=8, help="prompts at a time (default 8)")
     parser.add_argument("--limit", type=cli.positive, help="use only the first so many prompts")
-    parser.add_argument("--template-arguments", type=cli.json_arguments, default={}, help="JSON for the chat template")
+    parser.add_argument(
+        "--template-arguments", type=cli.json_arguments, help="JSON for the chat template (default: those of the run)"
+    )
     cli.add_device_arguments(parser)
     arguments = parser.parse_args()
 

@@ -2,6 +2,7 @@
 """Write the folder that servers load (config.json, model.safetensors), read it back and compare logits."""
 
 import argparse
+import sys
 from pathlib import Path
 
 from dflash_jax import cli
@@ -15,16 +16,18 @@ def main() -> None:
 
     from dflash_jax.models import weights
     from dflash_jax.parallel import mesh_of
-    from dflash_jax.training.export import export_drafter, open_drafter
+    from dflash_jax.training.export import export_drafter, open_drafter, serving_warnings
 
     mesh = mesh_of((1, 1, 1))
-    drafter = open_drafter(arguments.run, mesh)
+    drafter, _ = open_drafter(arguments.run, mesh)
     rounding = export_drafter(drafter, arguments.output, mesh)
     parameters = sum(array.size for array in weights.by_name(drafter.params).values())
     print(
         f"{arguments.output}: {parameters:,} parameters, block {drafter.arch.block_size}, "
         f"taps {list(drafter.arch.target_layer_ids)}; read back and compared, bfloat16 moves logits by {rounding:.1e}"
     )
+    for warning in serving_warnings(drafter.arch):
+        print(f"warning: {warning}", file=sys.stderr)
 
 
 if __name__ == "__main__":

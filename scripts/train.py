@@ -2,7 +2,6 @@
 """Train a DFlash drafter: `python scripts/train.py --config configs/quickstart.yaml [section.key=value ...]`."""
 
 import argparse
-import sys
 from pathlib import Path
 
 from dflash_jax import cli
@@ -15,6 +14,8 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace the recipe's")
     arguments = parser.parse_args()
 
+    from rich.console import Console
+
     from dflash_jax.config import load_config
 
     config = load_config(arguments.config, arguments.overrides)
@@ -22,7 +23,7 @@ def main() -> None:
     from dflash_jax.training.loop import train
     from dflash_jax.training.summary import print_summary
 
-    print_summary(train(config, arguments.resume), sys.stdout)
+    print_summary(train(config, arguments.resume), Console())
 
 
 if __name__ == "__main__":

@@ -233,7 +233,10 @@ class TestFiles:
 def test_every_recipe_of_the_repository_loads(path):
     config = load_config(path)
     assert isinstance(config, Config)
-    assert path.read_text().startswith("# "), "a recipe begins with a comment: command, hardware, time, expectation"
+    header = path.read_text().partition("\n\nrun:")[0]
+    assert all(line.startswith("#") for line in header.splitlines())
+    for word in ("# command:", "# hardware:", "# time:", "# expected:"):
+        assert word in header, f"{path.name} does not begin with {word}"
 
 
 def test_the_repository_has_recipes():

@@ -12,6 +12,8 @@ import pytest
 from flax import nnx
 
 from dflash_jax.config import OptimizerSection
+from dflash_jax.data.chat import ChatTokenizer
+from dflash_jax.decoding.generate import generate, make_plain_decoder
 from dflash_jax.models import weights
 from dflash_jax.models.architecture import Rope
 from dflash_jax.models.drafter import Drafter
@@ -165,3 +167,18 @@ def test_smollm2_logits_and_taps(smollm2, greedy_file, prompt):
     np.testing.assert_array_equal(logits.argmax(-1)[len(prompt_ids) - 1 : -1], answer)
     first8 = np.stack([np.asarray(tap)[0, :count, :8] for tap in taps], axis=1)
     np.testing.assert_allclose(first8, greedy_file[f"{prompt}.taps_first8"], rtol=1e-3, atol=1e-3)
+
+
+@needs_smollm2
+def test_smollm2_greedy(smollm2, greedy_file):
+    """Chat template, prefill and cached decoding, batched: the tokens of the four answers."""
+    tokenizer = ChatTokenizer(Path(SMOLLM2))
+    prompts = [
+        tokenizer.prompt_ids([{"role": "user", "content": str(greedy_file[f"{prompt}.prompt_text"])}])
+        for prompt in range(4)
+    ]
+    mesh = mesh_of((1, 1, 1))
+    answers = dict(generate(make_plain_decoder(smollm2, 64, mesh), prompts, 4, mesh))
+    for number, prompt in enumerate(prompts):
+        np.testing.assert_array_equal(prompt, greedy_file[f"{number}.prompt_ids"])
+        np.testing.assert_array_equal(answers[number], greedy_file[f"{number}.greedy_ids"])

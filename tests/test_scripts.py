@@ -195,9 +195,7 @@ class TestTrain:
         assert "holds no prompts" in error_of("train", "--config", recipe, f"evaluation.prompts={prompts}")
 
     def test_nothing_to_resume(self, error_of, recipe):
-        assert "holds no checkpoints to resume from; leave --resume out" in error_of(
-            "train", "--config", recipe, "--resume"
-        )
+        assert "holds no run to resume; leave --resume out" in error_of("train", "--config", recipe, "--resume")
 
     def test_a_mistake_in_the_recipe_leaves_no_run_behind(self, error_of, recipe, tmp_path):
         error_of("train", "--config", recipe, f"drafter.mask_token_id={ROWS}")

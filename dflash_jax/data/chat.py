@@ -76,12 +76,12 @@ class ChatTokenizer:
         if turns[0]["role"] == "assistant":
             raise BadRow("the first turn is the assistant's: there is no prompt")
         text = self._render(turns, add_generation_prompt=False)
-        ids, starts = self._encode(text)
+        ids, starts, ends = self._encode(text)
         mask = np.zeros(len(ids), bool)
         for index, turn in enumerate(turns):
             if turn["role"] == "assistant":
                 begin, end = self._span(turns, index, text)
-                mask |= (starts >= begin) & (starts < end)
+                mask |= (starts >= begin) & (ends > begin) & (starts < end)
         return np.array(ids, np.int32), mask
 
     def _span(self, turns: list[dict[str, str]], index: int, text: str) -> tuple[int, int]:
@@ -105,7 +105,8 @@ class ChatTokenizer:
         except jinja2.TemplateError as error:
             raise BadRow(f"the chat template refuses the turns: {error}") from error
 
-    def _encode(self, text: str) -> tuple[list[int], np.ndarray]:
-        """Ids and the first character of each token; the template has written all special tokens already."""
+    def _encode(self, text: str) -> tuple[list[int], np.ndarray, np.ndarray]:
+        """Ids, and where each token begins and ends in the text; the template has written all special tokens."""
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        return list(encoded["input_ids"]), np.array([start for start, _ in encoded["offset_mapping"]], int)
+        spans = np.array(encoded["offset_mapping"], int).reshape(-1, 2)
+        return list(encoded["input_ids"]), spans[:, 0], spans[:, 1]

@@ -6,9 +6,9 @@ Rows that `scripts/generate.py` wrote also carry the exact `prompt_ids` and `ans
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from dflash_jax.errors import UserError
 
@@ -31,6 +31,15 @@ class Message(BaseModel):
 
     role: Text
     content: Text
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_hidden_text(cls, value: Any) -> Any:
+        """Templates render these; a row trained without them would be another text."""
+        hidden = [key for key in ("tool_calls", "reasoning_content") if isinstance(value, dict) and value.get(key)]
+        if hidden:
+            raise ValueError(f"{hidden[0]} is not supported; give prompt_ids and answer_ids instead")
+        return value
 
 
 class Conversation(BaseModel):

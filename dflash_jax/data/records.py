@@ -42,6 +42,11 @@ class Manifest:
     """sha256 of the JSONL file."""
     files: tuple[str, ...]
 
+    @property
+    def digest(self) -> str:
+        """Equal records have equal digests: same source, same tokens, same rows rejected."""
+        return f"{self.source_digest}/{self.tokenizer}/{self.max_length}"
+
 
 @dataclass(frozen=True)
 class Records:

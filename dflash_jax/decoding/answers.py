@@ -52,16 +52,18 @@ def answer_prompts(
     folder = resolve_folder(settings.target)
     arch = read_target_architecture(folder)
     check_mesh(arch, None, mesh.shape)
-    prompts = read_prompts(embedded_path(settings.prompts), settings.limit)
+    prompts = read_prompts(embedded_path(settings.prompts))
     names = [str(prompt.id) for prompt in prompts]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise UserError(f"{settings.prompts}: the id {twice!r} stands twice; answers are found again by id")
+    tokenizer = ChatTokenizer(folder, settings.template_arguments)
     present = _present(settings.output)
+    _check_same(settings, tokenizer.fingerprint)
     strangers = sorted(present - set(names))
     if strangers:
         raise UserError(f"{settings.output} holds answers to other prompts ({strangers[0]}); choose another file")
-    tokenizer = ChatTokenizer(folder, settings.template_arguments)
+    prompts, names = prompts[: settings.limit], names[: settings.limit]
     encoded = encode_prompts(prompts, tokenizer, arch, settings.max_new_tokens, settings.prompts)
     open_ones = [i for i, name in enumerate(names) if name not in present]
     if not open_ones:
@@ -87,22 +89,42 @@ def _row(prompt: Conversation, prompt_ids: list[int], answer_ids: list[int], tex
     }
 
 
+def _check_same(settings: AnswerSettings, tokenizer: str) -> None:
+    """Raise `UserError` if the answers that are there were made in another way; `<output>.settings.json` tells."""
+    path = settings.output.with_name(settings.output.name + ".settings.json")
+    now = {
+        "target": settings.target,
+        "tokenizer": tokenizer,
+        "max_new_tokens": settings.max_new_tokens,
+        "temperature": settings.temperature,
+        "seed": settings.seed,
+    }
+    if not settings.output.exists() or not path.exists():
+        path.write_text(json.dumps(now, indent=2) + "\n", encoding="utf-8")
+        return
+    then = json.loads(path.read_text(encoding="utf-8"))
+    for key, value in now.items():
+        if then.get(key) != value:
+            raise UserError(
+                f"{settings.output} was made with {key} {then.get(key)!r}, now it is {value!r}; choose another file"
+            )
+
+
 def _present(path: Path) -> set[str]:
     """Ids of the answers in the file; a torn last line, left by a killed run, is cut off."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         return set()
-    found, good = set(), []
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]  # what follows was being written when the process was killed
+    if whole != content:
+        temporary = path.with_name(path.name + ".partial")
+        temporary.write_bytes(whole)
+        os.replace(temporary, path)
+    found = set()
     for number, line in read_lines(path):
         try:
-            row = parse_row(line)
+            found.add(str(parse_row(line).id))
         except BadRow as error:
-            if line.endswith("\n"):
-                raise UserError(f"{path} line {number} is no answered conversation ({error})") from error
-            continue
-        found.add(str(row.id))
-        good.append(line if line.endswith("\n") else line + "\n")
-    temporary = path.with_name(path.name + ".partial")
-    temporary.write_text("".join(good), encoding="utf-8")
-    os.replace(temporary, path)
+            raise UserError(f"{path} line {number} is no answered conversation ({error})") from error
     return found

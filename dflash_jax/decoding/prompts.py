@@ -48,6 +48,9 @@ def encode_prompts(
             ids = tokenizer.prompt_ids(conversation.turns())
         except BadRow as error:
             raise UserError(f"{where}: prompt {conversation.id}: {error}") from error
+        if not ids or max(ids) >= target.vocab_size:
+            what = "no tokens" if not ids else f"a token outside the target's {target.vocab_size} embedding rows"
+            raise UserError(f"{where}: prompt {conversation.id} has {what}; is this the target's own tokenizer?")
         room = target.max_position_embeddings - max_new_tokens
         if len(ids) > room:
             raise UserError(

@@ -39,13 +39,16 @@ class Position:
     """The drafter's `config.json`."""
     config: dict[str, Any]
     """The run's config."""
+    records: str
+    """Digest of the records: their source, tokenizer and template."""
+    compute_dtype: str
     wandb_id: str
     format: int = FORMAT
 
     @classmethod
-    def start(cls, drafter: dict[str, Any], config: dict[str, Any], wandb_id: str) -> "Position":
-        """Before the first step."""
-        return cls(0, 0, 0, 0.0, drafter, config, wandb_id)
+    def start(cls, **identity: Any) -> "Position":
+        """Before the first step; `identity` are the fields that say what the run is."""
+        return cls(step=0, batches=0, tokens=0, seconds=0.0, **identity)
 
     def after_batch(self, tokens: int) -> "Position":
         """One micro-batch later."""

@@ -22,10 +22,12 @@ def evaluate_files(
     max_new_tokens: int,
     batch_size: int,
     limit: int | None,
-    template_arguments: dict[str, Any],
+    template_arguments: dict[str, Any] | None,
     devices: DevicesSection,
 ) -> Report:
     """The acceptance report of a drafter (run folder, checkpoint, exported or published folder) on a JSONL of prompts.
+
+    Without `template_arguments`, a run's own are used: prompts look as they did in training.
 
     Raises:
         UserError: an input is missing or damaged, or the drafter is of another target.
@@ -35,7 +37,9 @@ def evaluate_files(
     arch = read_target_architecture(folder)
     conversations = read_prompts(embedded_path(prompts), limit)
     path = Path(drafter)
-    opened = open_drafter(path if path.exists() else resolve_folder(drafter), mesh)
+    opened, position = open_drafter(path if path.exists() else resolve_folder(drafter), mesh)
+    if template_arguments is None:
+        template_arguments = position.config["data"]["template_arguments"] if position else {}
     check_pair(opened.arch, arch, drafter)
     check_mesh(arch, opened.arch, mesh.shape)
     tokenizer = ChatTokenizer(folder, template_arguments)

@@ -1,7 +1,6 @@
 """Drafters in and out of a run: load one from wherever it lies, write the folder that servers load."""
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -12,16 +11,19 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from dflash_jax.errors import UserError
+from dflash_jax.models.architecture import SLIDING, DrafterArchitecture
 from dflash_jax.models.drafter import TrainedDrafter, mask_blocks
 from dflash_jax.models.huggingface import load_drafter, save_drafter
 from dflash_jax.models.weights import Params
-from dflash_jax.training.checkpoint import load_drafter_checkpoint
+from dflash_jax.training.checkpoint import Position, load_drafter_checkpoint
 
 _CONTEXT = 64
 
 
-def open_drafter(path: Path, mesh: Mesh) -> TrainedDrafter:
+def open_drafter(path: Path, mesh: Mesh) -> tuple[TrainedDrafter, Position | None]:
     """The drafter of an exported or published folder, of a run folder, or of one of its checkpoints.
+
+    The second value says where the run stood; a folder without a run has none.
 
     Raises:
         UserError: nothing of the kind is there.
@@ -29,21 +31,24 @@ def open_drafter(path: Path, mesh: Mesh) -> TrainedDrafter:
     if not path.exists():
         raise UserError(f"{path}: no such folder; give a run folder, a checkpoint or an exported folder")
     if (path / "config.json").is_file():
-        return load_drafter(path, mesh)
-    return load_drafter_checkpoint(path, mesh)[0]
+        return load_drafter(path, mesh), None
+    return load_drafter_checkpoint(path, mesh)
 
 
-def export_drafter(drafter: TrainedDrafter, output: Path, mesh: Mesh) -> float:
+def export_drafter(drafter: TrainedDrafter, output: Path, mesh: Mesh, replace: bool = False) -> float:
     """Write `output`, load it back, compare logits; nothing is left behind if they differ.
+
+    Args:
+        replace: whether an `output` that is there gives way once the new folder is good.
 
     Returns:
         The largest difference of logits that rounding to bfloat16 makes, relative to the largest logit.
 
     Raises:
-        UserError: `output` exists already.
+        UserError: `output` exists already and is not to be replaced.
         RuntimeError: the folder read back gives other logits than the weights that were written.
     """
-    if output.exists():
+    if output.exists() and not replace:
         raise UserError(f"{output} already exists; remove it or choose another folder")
     partial = output.with_name(output.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -58,8 +63,22 @@ def export_drafter(drafter: TrainedDrafter, output: Path, mesh: Mesh) -> float:
         shutil.rmtree(partial)
         worst = np.abs(expected - actual).max()
         raise RuntimeError(f"{output}: logits of the folder read back differ by up to {worst}; nothing was left")
+    if output.exists():
+        shutil.rmtree(output)
     partial.rename(output)
     return float(np.abs(exact - actual).max() / np.abs(exact).max())
+
+
+def serving_warnings(arch: DrafterArchitecture) -> list[str]:
+    """What known servers do differently with such a drafter; one line each."""
+    warnings = []
+    if arch.target_layer_ids[-1] == arch.num_target_layers - 1:
+        warnings.append("sglang-jax cannot tap the target's last layer, which target_layer_ids names")
+    if arch.rope.llama3 is not None:
+        warnings.append("sglang-jax ignores rope_scaling, which this drafter was trained with")
+    if SLIDING in arch.layer_types:
+        warnings.append("sglang-jax and older tpu-inference ignore layer_types and sliding_window")
+    return warnings
 
 
 def probe_logits(drafter: TrainedDrafter, params: Params) -> np.ndarray:
@@ -68,7 +87,6 @@ def probe_logits(drafter: TrainedDrafter, params: Params) -> np.ndarray:
     keys = jax.random.split(jax.random.key(0), len(arch.target_layer_ids) + 1)
     rows = min(arch.vocab_size, 512)
     mask = arch.mask_token_id % rows
-    narrow = replace(arch, vocab_size=rows, mask_token_id=mask)
 
     @jax.jit
     def logits(params: Params) -> Float[Array, "blocks block vocab"]:
@@ -76,7 +94,7 @@ def probe_logits(drafter: TrainedDrafter, params: Params) -> np.ndarray:
         taps = [jax.random.normal(key, (1, _CONTEXT, arch.target_hidden_size)) for key in keys[1:]]
         table = jax.random.normal(keys[0], (rows, arch.hidden_size)) * arch.hidden_size**-0.5
         anchors = jnp.array([[0, 1, _CONTEXT // 2, _CONTEXT]], jnp.int32)
-        blocks = mask_blocks(anchors % rows, narrow.block_size, mask)
+        blocks = mask_blocks(anchors % rows, arch.block_size, mask)
         context = module.context(taps, jnp.arange(_CONTEXT)[None, :])
         return module.logits(module(blocks, anchors, context, table, jnp.float32), table)[0]
 

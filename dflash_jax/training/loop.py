@@ -34,6 +34,7 @@ from dflash_jax.models.huggingface import (
     load_drafter,
     load_target,
     read_drafter_architecture,
+    read_stop_ids,
     read_target_architecture,
     resolve_folder,
 )
@@ -77,7 +78,7 @@ def train(config: Config, resume: bool = False) -> Summary:
     dtype = compute_dtype(config.devices)
     target_folder = resolve_folder(config.target.path, config.target.revision)
     target_arch = read_target_architecture(target_folder)
-    drafter_arch = describe_drafter(config, target_arch)
+    drafter_arch = describe_drafter(config, target_arch, read_stop_ids(target_folder))
     check_mesh(target_arch, drafter_arch, mesh.shape)
     check_batch(config, mesh)
     gamma = decay_gamma(config.training, drafter_arch.block_size)
@@ -85,19 +86,29 @@ def train(config: Config, resume: bool = False) -> Summary:
 
     # ---- Run folder and data -------------------------------------------------------------------------------------
     folder = RunFolder(config.run.folder)
-    folder.open(resume)
+    resumed = folder.open(resume)
+    checkpoints = Checkpoints(folder.checkpoints, config.training.keep_checkpoints)
+    position = checkpoints.latest_position() if resumed else None
+    if resumed:
+        check_resumable(config, position, str(dtype))
     tokenizer = ChatTokenizer(target_folder, config.data.template_arguments)
-    records = training_records(config, folder, tokenizer, target_arch)
+    records = training_records(config, folder, tokenizer, target_arch, resumed)
     steps = total_steps(config, len(records.lengths))
     accumulation = config.training.accumulation
     source = BatchSource(records, config.data.edges, config.training.batch_size, config.run.seed, steps * accumulation)
-    checkpoints = Checkpoints(folder.checkpoints, config.training.keep_checkpoints)
-    if resume:
-        position = checkpoints.latest_position()
-        check_resumable(config, position, steps)
+    if resumed:
+        check_unfinished(position, steps, records.manifest.digest)
     else:
-        position = Position.start(render_drafter(drafter_arch), config.model_dump(mode="json"), uuid.uuid4().hex)
-    folder.write_config(config)
+        position = Position.start(
+            drafter=render_drafter(drafter_arch),
+            config=config.model_dump(mode="json"),
+            wandb_id=uuid.uuid4().hex,
+            records=records.manifest.digest,
+            compute_dtype=str(dtype),
+        )
+    folder.write_config(config, resolved(config, drafter_arch, mesh, str(dtype), gamma, steps))
+    limit = config.evaluation.max_new_tokens
+    encoded = encode_prompts(prompts, tokenizer, target_arch, limit, str(config.evaluation.prompts))
 
     # ---- Weights, executables, state -----------------------------------------------------------------------------
     target = load_target(target_folder, mesh, dtype)
@@ -107,7 +118,7 @@ def train(config: Config, resume: bool = False) -> Summary:
     settings = StepSettings(drafter_arch, target_arch, optimizer, schedule, config.training.anchors, gamma, dtype)
     step = make_step(settings, mesh)
     compiled = compile_step(step, settings, mesh, config.training.batch_size, config.data.edges, announce)
-    if resume:
+    if resumed:
         state = checkpoints.restore(position.step, abstract_state(step, settings, mesh))
         truncate_rows(folder.metrics, position.step)
     else:
@@ -116,14 +127,14 @@ def train(config: Config, resume: bool = False) -> Summary:
         state = init_state(step, settings, config.run.seed, mesh, params)
     evaluator = None
     if prompts:
-        limit = config.evaluation.max_new_tokens
-        ids = encode_prompts(prompts, tokenizer, target_arch, limit, str(config.evaluation.prompts))
         names = [prompt.id for prompt in prompts]
-        evaluator = Evaluator(target, step.graph, drafter_arch, ids, names, limit, config.evaluation.batch_size, mesh)
+        evaluator = Evaluator(
+            target, step.graph, drafter_arch, encoded, names, limit, config.evaluation.batch_size, mesh
+        )
 
     # ---- The loop ------------------------------------------------------------------------------------------------
-    folder.event("resumed" if resume else "started", step=position.step, steps=steps, mesh=dict(mesh.shape))
-    stream = MetricStream(make_sinks(config, folder, position, steps, resume), config.telemetry.log_every)
+    folder.event("resumed" if resumed else "started", step=position.step, steps=steps, mesh=dict(mesh.shape))
+    stream = MetricStream(make_sinks(config, folder, position, steps, resumed), config.telemetry.log_every)
     clock = Stopwatch(position.seconds)
 
     def evaluate() -> Report:
@@ -138,7 +149,7 @@ def train(config: Config, resume: bool = False) -> Summary:
 
     try:
         with stop_on_signals() as stop:
-            before = evaluate() if evaluator and not resume else None
+            before = evaluate() if evaluator and not resumed else None
             clock.restart()
             for loaded in read_ahead(source, position.batches, config.data.reader_threads):
                 with jax.transfer_guard("disallow"):
@@ -153,13 +164,12 @@ def train(config: Config, resume: bool = False) -> Summary:
                 stream.push(position.step, metrics)
                 if position.step == steps:
                     break
-                if stop.name:
-                    save()
-                    raise Interrupted(f"{stop.name} at step {position.step}, state saved; go on with --resume")
                 if evaluator and is_due(position.step, config.evaluation.every):
                     evaluate()
-                if is_due(position.step, config.training.checkpoint_every):
+                if stop.name or is_due(position.step, config.training.checkpoint_every):
                     save()
+                if stop.name:
+                    raise Interrupted(f"{stop.name} at step {position.step}, state saved; go on with --resume")
             after = evaluate() if evaluator else None
             save()
             stream.flush()
@@ -177,7 +187,7 @@ def train(config: Config, resume: bool = False) -> Summary:
     export = rounding = None
     if config.export.at_end:
         export = folder.export
-        rounding = export_drafter(TrainedDrafter(drafter_arch, step.graph, state.params), export, mesh)
+        rounding = export_drafter(TrainedDrafter(drafter_arch, step.graph, state.params), export, mesh, replace=True)
     folder.event("finished", step=position.step, training_seconds=clock.seconds, tokens=position.tokens)
     return Summary(folder.path, steps, position.tokens, clock.seconds, before, after, export, rounding)
 
@@ -216,9 +226,11 @@ def total_steps(config: Config, rows: int) -> int:
     return -(-batches // config.training.accumulation)
 
 
-def describe_drafter(config: Config, target: TargetArchitecture) -> DrafterArchitecture:
+def describe_drafter(config: Config, target: TargetArchitecture, stop_ids: tuple[int, ...]) -> DrafterArchitecture:
     """The drafter's shape: from the recipe, or from the folder that training starts from."""
     if config.drafter.init_from is None:
+        if config.drafter.mask_token_id in stop_ids:
+            raise UserError(f"drafter.mask_token_id {config.drafter.mask_token_id} ends answers; choose an unused row")
         return resolve_drafter(config.drafter, target)
     drafter = read_drafter_architecture(resolve_folder(config.drafter.init_from))
     check_pair(drafter, target, config.drafter.init_from)
@@ -232,18 +244,44 @@ def check_batch(config: Config, mesh: Mesh) -> None:
         raise UserError(f"training.batch_size {rows} is no multiple of the mesh's data x fsdp = {shards}")
 
 
-def check_resumable(config: Config, position: Position, steps: int) -> None:
-    """Raise `UserError` if the run is complete, or if a value that fixes its course has changed since."""
+def check_resumable(config: Config, position: Position, dtype: str) -> None:
+    """Raise `UserError` if a value that fixes the course of the run has changed since it began.
+
+    Paths may change; what they lead to is compared by content in `check_unfinished`.
+    """
+    then, now = position.config, config.model_dump(mode="json")
+    fixed = {
+        "run": ["seed"],
+        "training": ["batch_size", "accumulation", "anchors", "loss_decay_gamma"],
+        "drafter": sorted(now["drafter"]),
+        "data": ["max_length", "bucket_edges", "template_arguments"],
+    }
+    values = [(f"{name}.{key}", then[name].get(key), now[name][key]) for name, keys in fixed.items() for key in keys]
+    values.append(("devices.compute_dtype", position.compute_dtype, dtype))
+    for key, old, new in values:
+        if old != new:
+            raise UserError(f"{key} was {old!r} and is {new!r}; a resumed run must keep it")
+
+
+def check_unfinished(position: Position, steps: int, records: str) -> None:
+    """Raise `UserError` if the run is complete, or if its records are others than those it began with."""
     if position.step >= steps:
         raise UserError(f"the run is complete at step {position.step}; raise training.steps to go on")
-    then, now = position.config, config.model_dump(mode="json")
-    fixed = {"run": ["seed"], "training": ["batch_size", "accumulation", "anchors", "loss_decay_gamma"]}
-    fixed |= {name: sorted(now[name].keys() - {"reader_threads"}) for name in ("target", "drafter", "data")}
-    for section, keys in fixed.items():
-        for key in keys:
-            if then[section].get(key) != now[section][key]:
-                old, new = then[section].get(key), now[section][key]
-                raise UserError(f"{section}.{key} was {old!r} and is {new!r}; a resumed run must keep it")
+    if position.records != records:
+        raise UserError(
+            "data.train: these are other records than those the run began with; a resumed run must keep them"
+        )
+
+
+def resolved(
+    config: Config, drafter: DrafterArchitecture, mesh: Mesh, dtype: str, gamma: float, steps: int
+) -> dict[str, Any]:
+    """The recipe with every value that was left to the target, the data or the devices."""
+    tree = config.model_dump(mode="json")
+    tree["devices"] |= {**mesh.shape, "compute_dtype": dtype}
+    tree["training"] |= {"steps": steps, "loss_decay_gamma": gamma}
+    tree["drafter"] = render_drafter(drafter)
+    return tree
 
 
 def read_evaluation_prompts(config: Config) -> list[Conversation]:
@@ -267,20 +305,21 @@ def evaluation_row(step: int, report: Report) -> dict[str, Any]:
 
 
 def make_sinks(config: Config, folder: RunFolder, position: Position, steps: int, resumed: bool) -> list[Sink]:
-    """The sinks of a run; only the first process has any."""
-    if jax.process_index() != 0:
-        return []
+    """The sinks of a run. Weights & Biases is a convenience: without it the run goes on."""
     sinks: list[Sink] = [JsonlSink(folder.metrics), ConsoleSink(position.step, steps)]
     if config.telemetry.wandb != "disabled":
         mode, project = config.telemetry.wandb, config.telemetry.wandb_project
         values = config.model_dump(mode="json")
-        sinks.append(WandbSink(mode, project, folder.path, values, position.wandb_id, resumed))
+        try:
+            sinks.append(WandbSink(mode, project, folder.path, values, position.wandb_id, resumed))
+        except Exception as error:  # no login, no network: its many exceptions have no common base
+            folder.event("warning", text=f"Weights & Biases does not start: {error}")
+            print(f"warning: Weights & Biases does not start, the run goes on without it: {error}", file=sys.stderr)
     return sinks
 
 
 def announce(compiled: Compiled) -> None:
     """A progress line for each executable."""
-    if jax.process_index() == 0:
-        shape = "" if compiled.edge is None else f" at {compiled.edge} tokens"
-        memory = f"{compiled.temporary_bytes / 2**20:.0f} MiB temporaries"
-        print(f"compiled {compiled.name}{shape} in {compiled.seconds:.1f} s, {memory} a device", file=sys.stderr)
+    shape = "" if compiled.edge is None else f" at {compiled.edge} tokens"
+    memory = f"{compiled.temporary_bytes / 2**20:.0f} MiB temporaries"
+    print(f"compiled {compiled.name}{shape} in {compiled.seconds:.1f} s, {memory} a device", file=sys.stderr)

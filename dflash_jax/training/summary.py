@@ -1,14 +1,12 @@
 """The short table at the end of a run."""
 
-from typing import TextIO
-
 from rich.console import Console
 from rich.table import Table
 
 from dflash_jax.training.loop import Summary
 
 
-def print_summary(summary: Summary, file: TextIO) -> None:
+def print_summary(summary: Summary, console: Console) -> None:
     """Steps, tokens, seconds, and what decoding with the drafter gives before and after."""
     table = Table(title=f"run {summary.folder}", title_justify="left")
     table.add_column("")
@@ -22,7 +20,6 @@ def print_summary(summary: Summary, file: TextIO) -> None:
     table.add_row("optimizer steps", "0", str(summary.steps))
     table.add_row("tokens trained on", "0", f"{summary.tokens:,}")
     table.add_row("training seconds", "", f"{summary.training_seconds:.0f}")
-    console = Console(file=file)
     console.print(table)
     if summary.export is not None:
         rounding = f"{summary.export_rounding:.1e}"

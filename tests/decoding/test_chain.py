@@ -11,7 +11,7 @@ from dflash_jax.decoding.evaluate import Evaluator
 from dflash_jax.decoding.generate import generate, make_plain_decoder
 from tests.helpers import MESHES, make_drafter, make_target, tiny_drafter, tiny_target
 
-# A vocabulary of six makes a random drafter right every sixth time, so rounds of every length occur.
+# A vocabulary of eight makes a random drafter right every eighth time, so rounds of several lengths occur.
 SMALL = {"vocab_size": 8, "hidden_size": 32}
 
 
@@ -28,8 +28,7 @@ def evaluate(prompts, mesh_shape=(1, 1, 1), stop_ids=(), max_new=40, block=4, ba
     return evaluator.report(drafter.params), evaluator
 
 
-@pytest.mark.parametrize("stop_ids", [(), (3,), (1, 5)], ids=["no stop", "one stop", "two stops"])
-@pytest.mark.parametrize("block", [2, 4, 7])
+@pytest.mark.parametrize(("block", "stop_ids"), [(2, (1, 5)), (4, ()), (4, (3,)), (7, (1, 5))], ids=str)
 def test_lossless(stop_ids, block):
     """Token for token, with stop tokens and ends of answers in mid-block, and the mask token as a real one."""
     report, evaluator = evaluate(prompts_of(11, 8), stop_ids=stop_ids, block=block)
@@ -42,13 +41,20 @@ def test_lossless(stop_ids, block):
     assert (rounds * np.arange(1, block + 1)).sum() + report.prompts == report.tokens
     assert (rounds > 0).sum() >= 2
     assert 1 < report.acceptance_length <= block
-    assert list(report.accepted_at) == sorted(report.accepted_at, reverse=True)
+    # Offset k was kept in every round that produced more than k tokens, and in some that a stop token or the end cut.
+    longer = [rounds[k:].sum() / rounds.sum() for k in range(1, block)]
+    assert all(kept >= least - 1e-9 for kept, least in zip(report.accepted_at, longer, strict=True))
+    assert stop_ids or report.accepted_at[0] < 1
 
 
-@pytest.mark.parametrize("mesh_shape", MESHES, ids=lambda shape: "x".join(map(str, shape)))
-def test_mesh_changes_nothing(mesh_shape):
-    prompts = prompts_of(9, 8)
-    expected, _ = evaluate(prompts, stop_ids=(3,))
+@pytest.fixture(scope="module")
+def on_one_device():
+    return evaluate(prompts_of(9, 8), stop_ids=(3,))[0]
+
+
+@pytest.mark.parametrize("mesh_shape", MESHES[1:], ids=str)
+def test_mesh_changes_nothing(mesh_shape, on_one_device):
+    prompts, expected = prompts_of(9, 8), on_one_device
     actual, _ = evaluate(prompts, mesh_shape, stop_ids=(3,))
     assert actual.lossless
     assert (actual.histogram, actual.tokens) == (expected.histogram, expected.tokens)

@@ -1,5 +1,6 @@
 """Whole runs of the quickstart: interrupted and resumed, resumed on another mesh, and what a run leaves behind."""
 
+import io
 import json
 import signal
 from pathlib import Path
@@ -7,11 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from rich.console import Console
 
-from dflash_jax.config import load_config
+from dflash_jax.config import DevicesSection, load_config
 from dflash_jax.errors import Interrupted, UserError
 from dflash_jax.telemetry.stream import MetricStream
+from dflash_jax.training.evaluation import evaluate_files
 from dflash_jax.training.loop import train
+from dflash_jax.training.summary import print_summary
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 TRAINING_KEYS = {
@@ -32,7 +36,7 @@ TRAINING_KEYS = {
 
 
 def recipe(folder, *overrides):
-    """A short quickstart: six steps of two micro-batches, epochs of eleven batches."""
+    """A short quickstart: fourteen steps of two micro-batches, epochs of eleven batches."""
     short = [
         f"run.folder={folder}",
         "training.steps=14",
@@ -149,5 +153,44 @@ def test_refusals(workspace):
         train(recipe(whole), resume=True)
     with pytest.raises(UserError, match=r"training.batch_size was 8 and is 16"):
         train(recipe(whole, "training.steps=20", "training.batch_size=16"), resume=True)
-    with pytest.raises(UserError, match="holds no checkpoints"):
+    with pytest.raises(UserError, match="holds no run to resume"):
         train(recipe(workspace / "absent"), resume=True)
+
+
+def test_evaluation_export_and_reopening(workspace):
+    """A run that evaluates and exports; its report, its folder, and the drafter opened from each place it lies in."""
+    folder = workspace / "evaluated"
+    prompts = ["evaluation.prompts=embedded:quickstart/heldout.jsonl", "evaluation.limit=4"]
+    summary = train(
+        recipe(folder, *prompts, "evaluation.max_new_tokens=16", "evaluation.every=2", "export.at_end=true")
+    )
+    rows = [row for row in rows_of(folder) if "eval/acceptance_length" in row]
+    assert [row["step"] for row in rows] == [0, 2, 4, 6, 8, 10, 12, 14]
+    assert all(row["eval/lossless"] is True and row["eval/acceptance_length"] >= 1 for row in rows)
+    assert summary.after.acceptance_length == rows[-1]["eval/acceptance_length"]
+    assert summary.export == folder / "export"
+
+    text = io.StringIO()
+    print_summary(summary, Console(file=text, width=100))
+    assert f"{summary.after.acceptance_length:.3f}" in text.getvalue()
+
+    devices = DevicesSection()
+    reports = [
+        evaluate_files(
+            "embedded:quickstart",
+            str(place),
+            "embedded:quickstart/heldout.jsonl",
+            max_new_tokens=16,
+            batch_size=8,
+            limit=4,
+            template_arguments=None,
+            devices=devices,
+        )
+        for place in (folder, folder / "checkpoints" / "14", folder / "export")
+    ]
+    assert reports[0].histogram == reports[1].histogram
+    assert reports[0].acceptance_length == summary.after.acceptance_length
+    assert reports[2].lossless
+    keys = {"acceptance_length", "acceptance_length_pooled", "histogram", "accepted_at", "prompts", "tokens"}
+    keys |= {"lossless", "mismatches", "seconds_plain", "seconds_speculative"}
+    assert json.loads(json.dumps(reports[0].as_json())).keys() == keys

@@ -16,9 +16,9 @@ from dflash_jax.parallel import mesh_of
 from dflash_jax.training.compiled import compile_step
 from dflash_jax.training.optimizer import make_optimizer, make_schedule
 from dflash_jax.training.step import StepSettings, init_state, make_step, tables_of
-from tests.helpers import MESHES, random_params, tiny_drafter, tiny_target
+from tests.helpers import random_params, tiny_drafter, tiny_target
 
-ROWS, SEQ = 16, 32
+ROWS, SEQ = 32, 32
 
 
 def make_settings(**optimizer):
@@ -67,11 +67,12 @@ def reference():
     return run((1, 1, 1), 1)
 
 
-@pytest.mark.parametrize("mesh_shape", MESHES, ids=lambda shape: "x".join(map(str, shape)))
-@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize(
+    ("mesh_shape", "accumulation"),
+    [((1, 1, 1), 4), ((8, 1, 1), 1), ((8, 1, 1), 4), ((2, 2, 2), 1), ((2, 2, 2), 4), ((1, 4, 2), 1)],
+    ids=str,
+)
 def test_mesh_and_accumulation_change_nothing(mesh_shape, accumulation, reference):
-    if (ROWS // accumulation) % (mesh_shape[0] * mesh_shape[1]):
-        accumulation = 2
     history, params, _ = run(mesh_shape, accumulation)
     for actual, expected in zip(history, reference[0], strict=True):
         assert actual.keys() == expected.keys()
