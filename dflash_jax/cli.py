@@ -5,14 +5,14 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+from rich import progress as rich_progress
 from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
-    Progress,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -20,6 +20,9 @@ from rich.progress import (
 
 from dflash_jax.config import DevicesSection
 from dflash_jax.errors import Interrupted, UserError
+
+Progress = Callable[[int], AbstractContextManager[Callable[[int], None]]]
+"""Something that shows progress: `with progress(total) as advance: advance(items done)`."""
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -55,7 +58,7 @@ def progress(description: str, total: int | None) -> Iterator[Callable[[int], No
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    with rich_progress.Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(description, total=total)
         yield lambda done: bar.advance(task, done)
 

@@ -34,6 +34,7 @@ def main() -> None:
         limit=arguments.limit,
         template_arguments=arguments.template_arguments,
         devices=cli.device_section(arguments),
+        progress=lambda total: cli.progress("decoded", total),
     )
     print(json.dumps(report.as_json(), indent=2))
     if arguments.json:

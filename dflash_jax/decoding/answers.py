@@ -2,12 +2,11 @@
 
 import json
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dflash_jax.cli import Progress
 from dflash_jax.config import DevicesSection
 from dflash_jax.data.chat import ChatTokenizer
 from dflash_jax.data.conversations import BadRow, Conversation, parse_row, read_lines, read_prompts
@@ -35,9 +34,7 @@ class AnswerSettings:
     devices: DevicesSection
 
 
-def answer_prompts(
-    settings: AnswerSettings, progress: Callable[[int], AbstractContextManager[Callable[[int], None]]]
-) -> tuple[int, int]:
+def answer_prompts(settings: AnswerSettings, progress: Progress) -> tuple[int, int]:
     """Answer every prompt that `settings.output` does not hold yet; rows are appended as they are done.
 
     Returns:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from dflash_jax.decoding.chain import ChainAnswers, make_chain_decoder
 from dflash_jax.decoding.generate import Answers, make_plain_decoder
-from dflash_jax.decoding.prompts import batch_prompts
+from dflash_jax.decoding.prompts import PromptBatch, batch_prompts
 from dflash_jax.models.architecture import DrafterArchitecture
 from dflash_jax.models.target import FrozenTarget
 from dflash_jax.models.weights import Params
@@ -68,7 +68,10 @@ class Evaluator:
         max_new_tokens: int,
         batch_size: int,
         mesh: Mesh,
+        advance: Callable[[int], None] = lambda prompts: None,
     ):
+        """`advance` is called with the number of prompts that were just decoded, plainly or with the drafter."""
+        self._advance = advance
         self._names = names
         self._batches = list(batch_prompts(prompts, batch_size, mesh))
         self._indices = [jax.device_get(batch.indices) for batch in self._batches]
@@ -80,7 +83,7 @@ class Evaluator:
         """The target's own greedy answers, a batch each, and the seconds they took."""
         if self._plain is None:
             self._plain_decoder.compile(self._batches)
-            self._plain = _timed(self._plain_decoder, self._batches)
+            self._plain = self._timed(self._plain_decoder)
         return self._plain
 
     def report(self, params: Params) -> Report:
@@ -88,7 +91,7 @@ class Evaluator:
         plain, seconds_plain = self.plain()
 
         self._chain_decoder.compile(self._batches, params)
-        chain, seconds = _timed(lambda batch: self._chain_decoder(batch, params), self._batches)
+        chain, seconds = self._timed(lambda batch: self._chain_decoder(batch, params))
         rows = [np.flatnonzero(indices >= 0).tolist() for indices in self._indices]
         names = [self._names[i] for indices in self._indices for i in indices[indices >= 0]]
         histogram = np.concatenate([batch.histogram[kept] for batch, kept in zip(chain, rows, strict=True)])
@@ -117,11 +120,14 @@ class Evaluator:
             seconds_speculative=seconds,
         )
 
-
-def _timed(decode: Callable[[Any], Any], batches: list[Any]) -> tuple[list[Any], float]:
-    start = time.perf_counter()
-    answers = [jax.device_get(decode(batch)) for batch in batches]
-    return answers, time.perf_counter() - start
+    def _timed(self, decode: Callable[[PromptBatch], Any]) -> tuple[list[Any], float]:
+        """Answers on the host, a batch each, and the seconds of all."""
+        start = time.perf_counter()
+        answers = []
+        for batch, indices in zip(self._batches, self._indices, strict=True):
+            answers.append(jax.device_get(decode(batch)))
+            self._advance(int((indices >= 0).sum()))
+        return answers, time.perf_counter() - start
 
 
 def _cut(answers: Answers | ChainAnswers, row: int) -> list[int]:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from dflash_jax.cli import Progress
 from dflash_jax.config import DevicesSection
 from dflash_jax.data.chat import ChatTokenizer
 from dflash_jax.data.conversations import read_prompts
@@ -24,6 +25,7 @@ def evaluate_files(
     limit: int | None,
     template_arguments: dict[str, Any] | None,
     devices: DevicesSection,
+    progress: Progress,
 ) -> Report:
     """The acceptance report of a drafter (run folder, checkpoint, exported or published folder) on a JSONL of prompts.
 
@@ -46,5 +48,8 @@ def evaluate_files(
     encoded = encode_prompts(conversations, tokenizer, arch, max_new_tokens, prompts)
     names = [conversation.id for conversation in conversations]
     loaded = load_target(folder, mesh, compute_dtype(devices))
-    evaluator = Evaluator(loaded, opened.graph, opened.arch, encoded, names, max_new_tokens, batch_size, mesh)
-    return evaluator.report(opened.params)
+    with progress(2 * len(names)) as advance:  # each prompt is decoded plainly and with the drafter
+        evaluator = Evaluator(
+            loaded, opened.graph, opened.arch, encoded, names, max_new_tokens, batch_size, mesh, advance
+        )
+        return evaluator.report(opened.params)

@@ -3,6 +3,7 @@
 import io
 import json
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -174,7 +175,7 @@ def test_evaluation_export_and_reopening(workspace):
     print_summary(summary, Console(file=text, width=100))
     assert f"{summary.after.acceptance_length:.3f}" in text.getvalue()
 
-    devices = DevicesSection()
+    devices, advanced = DevicesSection(), []
     reports = [
         evaluate_files(
             "embedded:quickstart",
@@ -185,12 +186,14 @@ def test_evaluation_export_and_reopening(workspace):
             limit=4,
             template_arguments=None,
             devices=devices,
+            progress=lambda total: nullcontext(advanced.append),
         )
         for place in (folder, folder / "checkpoints" / "14", folder / "export")
     ]
     assert reports[0].histogram == reports[1].histogram
     assert reports[0].acceptance_length == summary.after.acceptance_length
     assert reports[2].lossless
+    assert sum(advanced) == 3 * 2 * 4
     keys = {"acceptance_length", "acceptance_length_pooled", "histogram", "accepted_at", "prompts", "tokens"}
     keys |= {"lossless", "mismatches", "seconds_plain", "seconds_speculative"}
     assert json.loads(json.dumps(reports[0].as_json())).keys() == keys
