@@ -36,12 +36,18 @@ def causal_attention(
 
 
 def _causal_chunk(q: Array, k: Array, v: Array, positions: Array) -> Array:
-    grouped = _group_heads(q, k.shape[2])
-    scores = jnp.einsum("bthgd,bchd->bhgtc", grouped, k, preferred_element_type=jnp.float32)
-    scores = scores * q.shape[-1] ** -0.5
+    batch, time, heads, head_dim = q.shape
+    rows = _heads_first(q, k.shape[2])
+    scores = _dot(rows, _heads_first(k)) * head_dim**-0.5
     visible = jnp.arange(k.shape[1])[None, None, :] <= positions[:, :, None]
-    weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, _MASKED), axis=-1).astype(v.dtype)
-    return jnp.einsum("bhgtc,bchd->bthgd", weights, v).reshape(q.shape)
+    scores = scores.reshape(batch, k.shape[2], -1, time, k.shape[1])
+    scores = jnp.where(visible[:, None, None], scores, _MASKED)
+    weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
+    total = weights.sum(axis=-1, keepdims=True)
+    # Divided after the product: the values are fewer than the weights.
+    out = _dot_values(weights.astype(v.dtype).reshape(*rows.shape[:3], -1), _heads_first(v))
+    out = out.reshape(*total.shape[:4], head_dim) / total
+    return out.transpose(0, 3, 1, 2, 4).reshape(batch, time, heads, head_dim).astype(q.dtype)
 
 
 def context_and_block_attention(
@@ -83,19 +89,25 @@ def _blocks_chunk(
     window: int | None,
     causal: bool,
 ) -> Array:
-    scale = q.shape[-1] ** -0.5
-    grouped = _group_heads(q, context_k.shape[2])
-    far = jnp.einsum("bnkhgd,bchd->bhgnkc", grouped, context_k, preferred_element_type=jnp.float32) * scale
-    near = jnp.einsum("bnkhgd,bnjhd->bhgnkj", grouped, block_k, preferred_element_type=jnp.float32) * scale
-    far = jnp.where(_context_visible(anchors, q.shape[2], context_k.shape[1], window)[:, None, None], far, _MASKED)
-    near = jnp.where(_block_visible(q.shape[2], window, causal)[None, None, None, None], near, _MASKED)
+    batch, blocks, block, heads, head_dim = q.shape
+    kv_heads, context = context_k.shape[2], context_k.shape[1]
+    packed = (batch, kv_heads, heads // kv_heads, blocks, block)
+    rows = _heads_first(q.reshape(batch, blocks * block, heads, head_dim), kv_heads)
+    far = _dot(rows, _heads_first(context_k)).reshape(*packed, context) * head_dim**-0.5
+    own = q.reshape(batch, blocks, block, kv_heads, -1, head_dim)
+    near = jnp.einsum("bnkhgd,bnjhd->bhgnkj", own, block_k, preferred_element_type=jnp.float32) * head_dim**-0.5
+    far = jnp.where(_context_visible(anchors, block, context, window)[:, None, None], far, _MASKED)
+    near = jnp.where(_block_visible(block, window, causal)[None, None, None, None], near, _MASKED)
     # Offset 0 always sees itself, so the joint maximum is a real score and masked keys weigh exactly zero.
     top = jax.lax.stop_gradient(jnp.maximum(far.max(-1, keepdims=True), near.max(-1, keepdims=True)))
     far, near = jnp.exp(far - top), jnp.exp(near - top)
     total = far.sum(-1, keepdims=True) + near.sum(-1, keepdims=True)
-    out = jnp.einsum("bhgnkc,bchd->bnkhgd", (far / total).astype(context_v.dtype), context_v)
-    out = out + jnp.einsum("bhgnkj,bnjhd->bnkhgd", (near / total).astype(block_v.dtype), block_v)
-    return out.reshape(q.shape)
+    out = _dot_values(far.astype(context_v.dtype).reshape(*rows.shape[:3], -1), _heads_first(context_v))
+    near = near.astype(block_v.dtype)
+    out = out.reshape(*packed, head_dim) + jnp.einsum(
+        "bhgnkj,bnjhd->bhgnkd", near, block_v, preferred_element_type=jnp.float32
+    )
+    return (out / total).transpose(0, 3, 4, 1, 2, 5).reshape(q.shape).astype(q.dtype)
 
 
 def _context_visible(
@@ -118,8 +130,26 @@ def _block_visible(block: int, window: int | None, causal: bool) -> Bool[Array, 
     return visible
 
 
-def _group_heads(q: Array, kv_heads: int) -> Array:
-    return q.reshape(*q.shape[:-2], kv_heads, q.shape[-2] // kv_heads, q.shape[-1])
+def _heads_first(x: Array, kv_heads: int | None = None) -> Array:
+    """`[batch, rows, heads, d]` -> `[batch, kv_heads, group * rows, d]`: plain matrices behind two batch axes.
+
+    Spelled out, because CPU backends multiply matrices in this layout several times faster than what an einsum over
+    interleaved heads becomes.
+    """
+    batch, rows, heads, head_dim = x.shape
+    kv_heads = kv_heads or heads
+    grouped = x.reshape(batch, rows, kv_heads, heads // kv_heads, head_dim)
+    return grouped.transpose(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, head_dim)
+
+
+def _dot(rows: Array, keys: Array) -> Array:
+    """float32 scores of rows against keys, head by head."""
+    return jnp.einsum("bhrd,bhcd->bhrc", rows, keys, preferred_element_type=jnp.float32)
+
+
+def _dot_values(weights: Array, values: Array) -> Array:
+    """float32 weighted sums of values, head by head."""
+    return jnp.einsum("bhrc,bhcd->bhrd", weights, values, preferred_element_type=jnp.float32)
 
 
 def _chunks(x: Array, limit: int) -> Array:
