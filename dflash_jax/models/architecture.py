@@ -5,6 +5,7 @@
 run's config and its target; the rules that tie the two together are checked here, before any weight is read.
 """
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -349,7 +350,7 @@ def render_drafter(drafter: DrafterArchitecture) -> dict[str, Any]:
         "use_sliding_window": SLIDING in drafter.layer_types,
         "use_cache": True,
         **own,
-        "dflash_config": own,
+        "dflash_config": copy.deepcopy(own),
     }
 
 

@@ -11,10 +11,12 @@ import pytest
 import yaml
 from rich.console import Console
 
-from dflash_jax.config import DevicesSection, load_config
+from dflash_jax.config import DevicesSection, load_config, parse_config
 from dflash_jax.errors import Interrupted, UserError
+from dflash_jax.parallel import mesh_of
 from dflash_jax.telemetry.stream import MetricStream
 from dflash_jax.training.evaluation import evaluate_files
+from dflash_jax.training.export import export_drafter, open_drafter
 from dflash_jax.training.loop import train
 from dflash_jax.training.summary import print_summary
 
@@ -197,3 +199,20 @@ def test_evaluation_export_and_reopening(workspace):
     keys = {"acceptance_length", "acceptance_length_pooled", "histogram", "accepted_at", "prompts", "tokens"}
     keys |= {"lossless", "mismatches", "seconds_plain", "seconds_speculative"}
     assert json.loads(json.dumps(reports[0].as_json())).keys() == keys
+
+
+def test_start_from_an_exported_drafter(workspace):
+    """`drafter.init_from` brings shape and weights: the first loss is a trained one, and the config loads again."""
+    mesh = mesh_of((1, 1, 1))
+    drafter, position = open_drafter(workspace / "whole", mesh)
+    assert position.step == 14
+    export_drafter(drafter, workspace / "published", mesh)
+    tree = recipe(workspace / "continued", "training.steps=1").model_dump(mode="json")
+    tree["drafter"] = {"init_from": str(workspace / "published")}
+    train(parse_config(tree, "here"))
+    (first,) = rows_of(workspace / "continued")
+    fresh = rows_of(workspace / "whole")
+    assert first["tokens"] == fresh[0]["tokens"]
+    assert first["loss"] < 0.8 * fresh[0]["loss"]
+    again = load_config(workspace / "continued" / "config.yaml")
+    assert again.drafter.init_from == str(workspace / "published")
