@@ -89,7 +89,6 @@ class Evaluator:
     def report(self, params: Params) -> Report:
         """Decode all prompts with this drafter and compare."""
         plain, seconds_plain = self.plain()
-
         self._chain_decoder.compile(self._batches, params)
         chain, seconds = self._timed(lambda batch: self._chain_decoder(batch, params))
         rows = [np.flatnonzero(indices >= 0).tolist() for indices in self._indices]
