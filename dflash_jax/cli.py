@@ -81,6 +81,14 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def numbers(text: str) -> tuple[int, ...]:
+    """argparse type: strictly rising positive integers, separated by commas."""
+    values = tuple(positive(part) for part in text.split(","))
+    if list(values) != sorted(set(values)):
+        raise argparse.ArgumentTypeError(f"{text!r} does not rise strictly")
+    return values
+
+
 def add_device_arguments(parser: argparse.ArgumentParser) -> None:
     """The mesh options of scripts that take no recipe."""
     group = parser.add_argument_group("devices")

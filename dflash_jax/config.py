@@ -6,7 +6,7 @@ own config (mask token, tapped layers, head counts) are in `models.architecture.
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import (
@@ -37,7 +37,8 @@ class Section(BaseModel):
     @classmethod
     def _no_switch_for_a_number(cls, value: Any, info: Any) -> Any:
         """YAML reads `yes` and `on` as true, which pydantic would take for 1."""
-        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation is not bool:
+        annotation = cls.model_fields[info.field_name].annotation
+        if isinstance(value, bool) and bool not in (annotation, *get_args(annotation)):
             raise ValueError(f"{value} is a switch, not a value of this key")
         return value
 
@@ -59,9 +60,22 @@ class DevicesSection(Section):
     tensor: Count = 1
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """dtype of the matmuls; auto: float32 on CPU, bfloat16 elsewhere."""
+    memory_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of an accelerator's memory that XLA may take; none: JAX's default."""
+    preallocate: bool | None = None
+    """Whether XLA takes that memory at once; none: JAX's default."""
+    xla_flags: tuple[str, ...] = ()
+    """Further `--xla_...` flags."""
+    compilation_cache: str | None = "~/.cache/dflash_jax/xla"
+    """Folder of executables that outlive the process (JAX_COMPILATION_CACHE_DIR goes before it); none: no cache."""
 
     @model_validator(mode="after")
     def _check(self) -> "DevicesSection":
+        if self.simulate and (self.memory_fraction is not None or self.preallocate is not None):
+            raise ValueError("memory_fraction and preallocate are for accelerators, not for simulated devices")
+        wrong = [flag for flag in self.xla_flags if not flag.startswith("--xla")]
+        if wrong:
+            raise ValueError(f"xla_flags: {wrong[0]!r} does not begin with --xla")
         if self.data != -1 and self.data < 1:
             raise ValueError(f"data must be -1 (the rest) or at least 1, not {self.data}")
         if self.simulate and self.data != -1 and self.data * self.fsdp * self.tensor > self.simulate:
@@ -126,7 +140,13 @@ class DataSection(Section):
     max_length: Annotated[int, Field(ge=2)] = 3072
     """Longer rows are rejected on preparation."""
     bucket_edges: tuple[Count, ...] | None = None
-    """Ascending sequence lengths; a batch is padded to the smallest edge that holds it. Absent: `max_length` alone."""
+    """Ascending lengths; a row is padded to the smallest that holds it. Absent: those with the least padding."""
+    buckets: Annotated[int, Field(ge=1, le=8)] = 6
+    """Number of automatic edges; each is one shape to compile."""
+    edge_multiple: Count | None = None
+    """Edges are multiples of it; none: the block size, or 128 on TPU."""
+    order: Literal["interleave", "shuffle", "sequential"] = "interleave"
+    """Order of an epoch's batches: each bucket spread evenly, at random, or bucket after bucket."""
     template_arguments: dict[str, bool | int | str] = {}
     """Keyword arguments of the chat template, for instance `enable_thinking: false`."""
     reader_threads: Count = 2
@@ -134,17 +154,15 @@ class DataSection(Section):
     @model_validator(mode="after")
     def _check(self) -> "DataSection":
         edges = self.bucket_edges
-        if edges is not None and not edges:
+        if edges is None:
+            return self
+        if not edges:
             raise ValueError("bucket_edges is empty: list at least one length or leave the key out")
-        if edges is not None and list(edges) != sorted(set(edges)):
+        if list(edges) != sorted(set(edges)):
             raise ValueError(f"bucket_edges must rise strictly: {list(edges)}")
-        if edges is not None and edges[-1] != self.max_length:
-            raise ValueError(f"the last bucket edge must equal max_length {self.max_length}, not {edges[-1]}")
+        if edges[-1] < self.max_length:
+            raise ValueError(f"the last bucket edge must hold max_length {self.max_length}, {edges[-1]} does not")
         return self
-
-    @property
-    def edges(self) -> tuple[int, ...]:
-        return self.bucket_edges or (self.max_length,)
 
 
 class TrainingSection(Section):
@@ -153,8 +171,10 @@ class TrainingSection(Section):
     steps: Annotated[int, Field(ge=0)] | None = None
     """Optimizer steps; or give `epochs`."""
     epochs: Count | None = None
-    batch_size: Count = 8
-    """Rows of a micro-batch over all devices."""
+    batch_size: Count | None = None
+    """Rows of a micro-batch over all devices; 8 unless `tokens_per_batch` is given."""
+    tokens_per_batch: Count | None = None
+    """Instead: padded tokens of a micro-batch, so that a bucket of short rows takes more of them."""
     accumulation: Count = 1
     """Micro-batches an optimizer step."""
     anchors: Count = 512
@@ -164,10 +184,68 @@ class TrainingSection(Section):
     checkpoint_every: Count = 1000
     keep_checkpoints: Count = 3
 
+    @model_validator(mode="before")
+    @classmethod
+    def _default_batch(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("batch_size") is None and values.get("tokens_per_batch") is None:
+            return {**values, "batch_size": 8}
+        return values
+
     @model_validator(mode="after")
     def _check(self) -> "TrainingSection":
         if (self.steps is None) == (self.epochs is None):
             raise ValueError("give exactly one of steps and epochs")
+        if self.batch_size is not None and self.tokens_per_batch is not None:
+            raise ValueError("give one of batch_size and tokens_per_batch, not both")
+        return self
+
+
+class PipelineSection(Section):
+    """Between target and drafter: where each runs, and the pool of features that waits between them."""
+
+    placement: Literal["colocated", "split"] = "colocated"
+    """Both on all devices, or each on its own."""
+    target_devices: Count | None = None
+    """Devices of the target under `split`; the drafter has the rest."""
+    pool_size: Count = 12
+    """Feature batches in memory at a time, those in use included."""
+    min_ready: Count = 10
+    """The drafter chooses among so many waiting batches, and waits for them unless the epoch ends."""
+    draw: Literal["deficit", "fifo", "random"] = "deficit"
+    """Which of them is next: of the bucket furthest below its quota, the oldest, or any."""
+    memory: Literal["device", "pinned_host"] = "device"
+    """Where waiting features lie."""
+    split_fc: bool = True
+    """Fusion layer as a sum of one product a tap; false: one product over the concatenated taps."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "PipelineSection":
+        if self.min_ready > self.pool_size:
+            raise ValueError(
+                f"min_ready {self.min_ready} is larger than pool_size {self.pool_size}: so many never wait; "
+                "lower min_ready or raise pool_size"
+            )
+        if (self.placement == "split") != (self.target_devices is not None):
+            raise ValueError("target_devices goes with placement: split, and split needs it")
+        return self
+
+
+class NoiseSection(Section):
+    """Noise on the features, in training only. The level rises linearly over optimizer steps, then stays."""
+
+    distribution: Literal["off", "uniform", "gaussian"] = "off"
+    """uniform in [-level, level], or normal with standard deviation level."""
+    level: Annotated[float, Field(ge=0)] = 0.05
+    initial_level: Annotated[float, Field(ge=0)] = 0.0
+    ramp_ratio: Ratio = 0.0
+    """Share of the run over which the level goes from `initial_level` to `level`."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "NoiseSection":
+        if self.distribution == "off":
+            for key, field in type(self).model_fields.items():
+                if key != "distribution" and getattr(self, key) != field.default:
+                    raise ValueError(f"{key} is set but distribution is off: write uniform or gaussian")
         return self
 
 
@@ -227,6 +305,8 @@ class Config(Section):
     drafter: DrafterSection
     data: DataSection
     training: TrainingSection
+    pipeline: PipelineSection = PipelineSection()
+    noise: NoiseSection = NoiseSection()
     optimizer: OptimizerSection = OptimizerSection()
     evaluation: EvaluationSection = EvaluationSection()
     telemetry: TelemetrySection = TelemetrySection()

@@ -6,15 +6,18 @@ than absent), of type Auto: the compiler propagates shardings from the weights, 
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from math import lcm, prod
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 import jax
-import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from dflash_jax.config import DevicesSection
+from dflash_jax.config import DevicesSection, PipelineSection
 from dflash_jax.errors import UserError
 
 MESH_AXES = ("data", "fsdp", "tensor")
@@ -37,7 +40,67 @@ RULES: dict[str | None, str | tuple[str, ...] | None] = {
 Leaf = Any
 """A leaf of a pytree class: an array, or what stands for it: its abstract value or its sharding."""
 
+
+@runtime_checkable
+class Pending(Protocol):
+    """An output of a dispatched function, by which one sees that it has finished: a `jax.Array`."""
+
+    def is_ready(self) -> bool: ...
+
+    def block_until_ready(self) -> Any: ...
+
+
 _DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """Where the two models of a run live: the same mesh, or disjoint ones."""
+
+    target: Mesh
+    drafter: Mesh
+
+    @property
+    def colocated(self) -> bool:
+        return self.target == self.drafter
+
+    @property
+    def granularity(self) -> int:
+        """The number of devices of either mesh is a multiple of it: fsdp x tensor."""
+        return self.target.size // self.target.shape["data"]
+
+    @property
+    def shards(self) -> int:
+        """The rows of a batch must be a multiple of it."""
+        return lcm(batch_shards(self.target), batch_shards(self.drafter))
+
+
+def start_backend(section: DevicesSection) -> None:
+    """Apply what XLA reads only once: simulated devices, allocator, flags; and turn the compilation cache on.
+
+    Raises:
+        UserError: JAX runs already, and with other settings.
+    """
+    wanted: dict[str, str] = {}
+    if section.memory_fraction is not None:
+        wanted["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(section.memory_fraction)
+    if section.preallocate is not None:
+        wanted["XLA_PYTHON_CLIENT_PREALLOCATE"] = str(section.preallocate).lower()
+    present = os.environ.get("XLA_FLAGS", "").split()
+    missing = [flag for flag in section.xla_flags if flag not in present]
+    if missing:
+        wanted["XLA_FLAGS"] = " ".join([*present, *missing])
+    late = [name for name, value in wanted.items() if os.environ.get(name) != value]
+    if late and _backend_is_up():
+        raise UserError(
+            f"devices: JAX already runs, it is too late to set {', '.join(late)}; set devices.memory_fraction, "
+            "devices.preallocate and devices.xla_flags in a process that has not used JAX yet"
+        )
+    os.environ.update(wanted)
+    if section.simulate is not None:
+        simulate_devices(section.simulate)
+    if section.compilation_cache is not None and jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(Path(section.compilation_cache).expanduser()))
 
 
 def simulate_devices(count: int) -> None:
@@ -55,32 +118,40 @@ def simulate_devices(count: int) -> None:
 
 
 def make_mesh(section: DevicesSection) -> Mesh:
-    """The mesh of a run over the first data x fsdp x tensor devices.
+    """The mesh over the first data x fsdp x tensor devices; starts the backend.
 
     Raises:
         UserError: fewer devices than the mesh asks for, or a remainder when `data` is -1.
     """
-    if section.simulate is not None:
-        simulate_devices(section.simulate)
+    return make_meshes(section, PipelineSection()).target
+
+
+def make_meshes(section: DevicesSection, pipeline: PipelineSection) -> Meshes:
+    """The meshes of a run; starts the backend. `fsdp` and `tensor` are those of both.
+
+    Raises:
+        UserError: fewer devices than asked for, a remainder, or none left for the drafter.
+    """
+    start_backend(section)
     if jax.process_count() > 1:
         raise UserError("devices: runs of several processes are not supported yet; start one process")
-    devices = jax.devices()
     inner = section.fsdp * section.tensor
-    data = section.data
-    if data == -1:
-        if len(devices) % inner:
-            raise UserError(
-                f"devices: fsdp x tensor = {inner} does not divide the {len(devices)} devices here; "
-                "change devices.fsdp, devices.tensor or devices.simulate"
-            )
-        data = len(devices) // inner
-    return mesh_of((data, section.fsdp, section.tensor))
+    total = len(jax.devices()) if section.data == -1 else section.data * inner
+    if pipeline.target_devices is None:
+        mesh = mesh_of((_data_axis(total, inner, "devices"), section.fsdp, section.tensor))
+        return Meshes(mesh, mesh)
+    taken = pipeline.target_devices
+    if taken >= total:
+        raise UserError(f"pipeline.target_devices {taken} of {total} devices leaves the drafter none")
+    target = (_data_axis(taken, inner, "pipeline.target_devices"), section.fsdp, section.tensor)
+    drafter = (_data_axis(total - taken, inner, "the drafter's devices"), section.fsdp, section.tensor)
+    return Meshes(mesh_of(target), mesh_of(drafter, skip=taken))
 
 
-def mesh_of(shape: tuple[int, int, int]) -> Mesh:
-    """A mesh (data, fsdp, tensor) over the first devices."""
-    devices = jax.devices()
-    needed = int(np.prod(shape))
+def mesh_of(shape: tuple[int, int, int], skip: int = 0) -> Mesh:
+    """A mesh (data, fsdp, tensor) over the first devices after `skip`."""
+    devices = jax.devices()[skip:]
+    needed = prod(shape)
     if needed > len(devices):
         raise UserError(
             f"devices: the mesh {'x'.join(map(str, shape))} asks for {needed} devices, {len(devices)} are here; "
@@ -109,7 +180,7 @@ def sharding_of(mesh: Mesh, *axes: str | None) -> NamedSharding:
 
 def batch_shards(mesh: Mesh) -> int:
     """Number of parts that the rows of a batch are split into."""
-    return int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
+    return prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
@@ -140,3 +211,42 @@ def on_mesh(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     return traced
+
+
+@contextmanager
+def compiled_only() -> Iterator[None]:
+    """Inside, an implicit transfer raises, and so does whatever would trace and compile a function anew."""
+    with jax.transfer_guard("disallow"), jax.no_tracing(True):
+        yield
+
+
+def device_memory(device: jax.Device) -> int:
+    """Bytes that a device may hold; simulated devices share the host's memory evenly."""
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    return int(limit) if limit else host_memory() // jax.device_count()
+
+
+def host_memory() -> int:
+    """Bytes of the host's physical memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def bytes_per_device(tree: Any) -> int:
+    """Bytes that arrays, or abstract arrays with shardings, take on one device; PRNG keys are left out."""
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)]
+    return sum(prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def _data_axis(devices: int, inner: int, what: str) -> int:
+    if devices % inner:
+        raise UserError(
+            f"{what}: fsdp x tensor = {inner} does not divide the {devices} devices; "
+            "change devices.fsdp, devices.tensor or the number of devices"
+        )
+    return devices // inner
+
+
+def _backend_is_up() -> bool:
+    from jax._src import xla_bridge  # `jax.distributed.initialize` asks the same; there is no public way
+
+    return xla_bridge.backends_are_initialized()

@@ -1,5 +1,9 @@
 #!/usr/bin/env python3
-"""Conversations -> token records: JSONL of `messages` through the target's chat template into a folder."""
+"""Conversations -> token records: JSONL of `messages` through the target's chat template into a folder.
+
+With --plan, also print how an epoch over the records falls into length buckets; of a folder that is prepared already,
+`--output FOLDER --plan` alone prints it.
+"""
 
 import argparse
 from pathlib import Path
@@ -8,16 +12,37 @@ from dflash_jax import cli
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--input", type=Path, required=True, help="JSONL, one conversation a line")
-    parser.add_argument("--target", required=True, help="folder, hub id or embedded:NAME of the target")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--input", type=Path, help="JSONL, one conversation a line")
+    parser.add_argument("--target", help="folder, hub id or embedded:NAME of the target")
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
     parser.add_argument("--max-length", type=cli.positive, default=3072, help="longer rows are rejected (default 3072)")
     parser.add_argument(
         "--template-arguments", type=cli.json_arguments, default={}, help="JSON, e.g. '{\"enable_thinking\": false}'"
     )
+    plan = parser.add_argument_group("plan", "the same values as the recipe's data, training and devices sections")
+    plan.add_argument("--plan", action="store_true", help="print rows, batches and padding of each bucket")
+    plan.add_argument("--bucket-edges", type=cli.numbers, help="ascending lengths, e.g. 256,512,3072 (default: auto)")
+    plan.add_argument("--buckets", type=cli.positive, default=6, help="number of automatic edges (default 6)")
+    plan.add_argument("--edge-multiple", type=cli.positive, default=16, help="edges are multiples of it (default 16)")
+    plan.add_argument("--batch-size", type=cli.positive, help="rows of a batch (default 8)")
+    plan.add_argument("--tokens-per-batch", type=cli.positive, help="instead: padded tokens of a batch")
+    plan.add_argument("--shards", type=cli.positive, default=1, help="parts of a batch, data x fsdp (default 1)")
+    plan.add_argument("--seed", type=int, default=0, help="of the epoch (default 0)")
     arguments = parser.parse_args()
 
+    from dflash_jax.data.records import open_records
+    from dflash_jax.errors import UserError
+
+    if arguments.input is not None and arguments.target is not None:
+        prepare(arguments)
+    elif arguments.input is not None or arguments.target is not None or not arguments.plan:
+        raise UserError("give --input and --target to prepare records, or --plan and a prepared --output to look at")
+    if arguments.plan:
+        print_plan(arguments, open_records(arguments.output).lengths)
+
+
+def prepare(arguments: argparse.Namespace) -> None:
     from dflash_jax.data.chat import ChatTokenizer
     from dflash_jax.data.conversations import read_lines
     from dflash_jax.data.records import prepare
@@ -36,6 +61,26 @@ def main() -> None:
     )
     if manifest.rejected:
         print(f"{manifest.rejected} rows rejected, see {arguments.output / 'rejected.jsonl'}")
+
+
+def print_plan(arguments: argparse.Namespace, lengths) -> None:
+    from rich.console import Console
+
+    from dflash_jax.data.buckets import check_edges, choose_edges, make_buckets
+    from dflash_jax.data.plan import epoch_shares
+    from dflash_jax.data.table import plan_table
+    from dflash_jax.errors import UserError
+
+    edges = arguments.bucket_edges
+    if edges is None:
+        edges = choose_edges(lengths, arguments.buckets, arguments.edge_multiple)
+    else:
+        check_edges(edges, arguments.edge_multiple, 1)
+    if arguments.batch_size and arguments.tokens_per_batch:
+        raise UserError("give one of --batch-size and --tokens-per-batch, not both")
+    rows = arguments.batch_size or (None if arguments.tokens_per_batch else 8)
+    buckets = make_buckets(edges, rows, arguments.tokens_per_batch, arguments.shards)
+    Console().print(plan_table(epoch_shares(lengths, buckets, arguments.seed)))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ from dflash_jax.models import weights
 from dflash_jax.models.architecture import FULL, DrafterArchitecture, Rope, TargetArchitecture
 from dflash_jax.models.drafter import Drafter, TrainedDrafter
 from dflash_jax.models.target import FrozenTarget, Target
-from dflash_jax.parallel import mesh_of
+from dflash_jax.parallel import Meshes, mesh_of
+from dflash_jax.training.step import Features
 
 MESHES = [(1, 1, 1), (8, 1, 1), (2, 2, 2), (1, 4, 2)]
 
@@ -86,6 +87,18 @@ def make_target(arch, seed=0, mesh_shape=(1, 1, 1), stop_ids=()):
 def make_drafter(arch, seed=1, mesh_shape=(1, 1, 1)):
     graph, specs = weights.split(Drafter(arch))
     return TrainedDrafter(arch, graph, random_params(specs, mesh_of(mesh_shape), seed))
+
+
+def colocated(mesh_shape):
+    """Both models on one mesh."""
+    mesh = mesh_of(mesh_shape)
+    return Meshes(mesh, mesh)
+
+
+def features_of(step, target_params, batch):
+    """Features of a batch where both models share a mesh; `step` jitted or compiled."""
+    units, _ = step.features(target_params, batch)
+    return Features(batch, tuple(tap for (tap,) in units))
 
 
 def relative_error(actual, expected):

@@ -81,9 +81,19 @@ class TestValues:
         assert load(f"optimizer.learning_rate={text}").optimizer.learning_rate == 6e-4
         assert load(text=f"{MINIMAL}\noptimizer: {{learning_rate: {text}}}").optimizer.learning_rate == 6e-4
 
-    def test_bucket_edges_default_to_the_longest_row(self, load):
-        assert load("data.max_length=96").data.edges == (96,)
-        assert load("data.max_length=96", "data.bucket_edges=[32, 96]").data.edges == (32, 96)
+    def test_bucket_edges_are_given_or_left_to_the_data(self, load):
+        assert load("data.max_length=96").data.bucket_edges is None
+        assert load("data.max_length=96", "data.bucket_edges=[32, 96]").data.bucket_edges == (32, 96)
+        assert load("data.max_length=90", "data.bucket_edges=[32, 96]").data.bucket_edges == (32, 96)
+
+    def test_a_batch_has_rows_or_tokens(self, load):
+        assert (load().training.batch_size, load().training.tokens_per_batch) == (8, None)
+        training = load("training.tokens_per_batch=4096").training
+        assert (training.batch_size, training.tokens_per_batch) == (None, 4096)
+
+    def test_the_pool_by_default(self, load):
+        pipeline = load().pipeline
+        assert (pipeline.min_ready, pipeline.draw, pipeline.placement) == (10, "deficit", "colocated")
 
     def test_a_config_cannot_be_changed(self, load):
         config = load()
@@ -135,12 +145,12 @@ class TestRefusals:
     def test_unknown_key(self, complaint):
         message = complaint("training.stepz=3")
         assert "unknown key training.stepz" in message
-        assert "allowed here: steps, epochs, batch_size, accumulation" in message
+        assert "allowed here: steps, epochs, batch_size, tokens_per_batch" in message
 
     def test_unknown_section(self, complaint):
         message = complaint("optimiser.learning_rate=1")
         assert "unknown key optimiser" in message
-        assert "run, devices, target, drafter, data, training, optimizer" in message
+        assert "run, devices, target, drafter, data, training, pipeline" in message
 
     @pytest.mark.parametrize("section", ["run", "target", "drafter", "data", "training"])
     def test_missing_section(self, complaint, section):
@@ -180,8 +190,21 @@ class TestRefusals:
             (["training.steps=null"], "training: give exactly one of steps and epochs"),
             (["data.max_length=64", "data.bucket_edges=[64, 32]"], "data: bucket_edges must rise strictly: [64, 32]"),
             (["data.max_length=64", "data.bucket_edges=[64, 64]"], "data: bucket_edges must rise strictly: [64, 64]"),
-            (["data.max_length=64", "data.bucket_edges=[16, 32]"], "last bucket edge must equal max_length 64, not 32"),
+            (
+                ["data.max_length=64", "data.bucket_edges=[16, 32]"],
+                "last bucket edge must hold max_length 64, 32 does not",
+            ),
             (["data.bucket_edges=[]"], "bucket_edges is empty"),
+            (["training.batch_size=8", "training.tokens_per_batch=64"], "one of batch_size and tokens_per_batch"),
+            (["pipeline.pool_size=4"], "pipeline: min_ready 10 is larger than pool_size 4"),
+            (["pipeline.placement=split"], "pipeline: target_devices goes with placement: split"),
+            (["pipeline.target_devices=4"], "pipeline: target_devices goes with placement: split"),
+            (["noise.level=0.1"], "noise: level is set but distribution is off"),
+            (
+                ["devices.simulate=8", "devices.memory_fraction=0.5"],
+                "memory_fraction and preallocate are for accelerators",
+            ),
+            (["devices.xla_flags=[xla_gpu]"], "xla_flags: 'xla_gpu' does not begin with --xla"),
             (["drafter.init_from=exported"], "drafter: init_from brings the drafter's shape: remove mask_token_id"),
             (["drafter.mask_token_id=null"], "drafter: mask_token_id is required"),
             (["drafter.target_layer_ids=[]"], "target_layer_ids is empty"),

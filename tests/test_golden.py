@@ -19,11 +19,11 @@ from dflash_jax.models.architecture import Rope
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.huggingface import load_target
 from dflash_jax.models.target import Target
-from dflash_jax.parallel import batch_shards, mesh_of
+from dflash_jax.parallel import Meshes, batch_shards, mesh_of
 from dflash_jax.training.anchors import lay_out_blocks
 from dflash_jax.training.optimizer import make_optimizer
 from dflash_jax.training.step import Batch, StepSettings, block_loss, init_state, make_step, tables_of
-from tests.helpers import MESHES, place, relative_error, tiny_drafter, tiny_target
+from tests.helpers import MESHES, features_of, place, relative_error, tiny_drafter, tiny_target
 
 GOLDEN = Path(__file__).parent / "data" / "training_step.npz"
 
@@ -58,10 +58,10 @@ class GoldenStep:
         gamma = config["loss_decay_gamma"]
         self.settings = StepSettings(drafter, target, optimizer, lambda c: jnp.float32(6e-4), 12, gamma, jnp.float32)
         _, specs = weights.split(Target(target))
-        self.step = make_step(self.settings, self.mesh)
+        self.step = make_step(self.settings, Meshes(self.mesh, self.mesh))
         self.target_params = place(specs, self.mesh, self.arrays("target."))
         params = place(self.step.specs, self.mesh, self.arrays("drafter."))
-        self.state = init_state(self.step, self.settings, 0, self.mesh, params)
+        self.state = init_state(self.step, self.settings, 0, params)
 
         rows = batch_shards(self.mesh)
         tokens = np.zeros((rows, 64), np.int32)
@@ -71,7 +71,7 @@ class GoldenStep:
         lengths = np.array([64] + [0] * (rows - 1), np.int32)
         batch = Batch(tokens, loss_mask, lengths, np.arange(rows, dtype=np.int32), np.int32(0))
         self.batch = jax.device_put(batch, self.step.batch_shardings)
-        self.features = self.step.features(self.target_params, self.batch)
+        self.features = features_of(self.step, self.target_params, self.batch)
         self.gradient_of = jax.jit(self._gradient, out_shardings=(self.step.state_shardings.params, None))
 
     def arrays(self, prefix):

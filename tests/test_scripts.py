@@ -160,7 +160,42 @@ class TestTrain:
 
     def test_batch_that_does_not_divide(self, error_of, recipe):
         line = error_of("train", "--config", recipe, "training.batch_size=6")
-        assert "training.batch_size 6 is no multiple of the mesh's data x fsdp = 8" in line
+        assert "training.batch_size 6 is no multiple of 8, the number of parts" in line
+
+    @pytest.mark.parametrize(
+        ("overrides", "complaint"),
+        [
+            (["data.bucket_edges=[]"], "bucket_edges is empty"),
+            (["data.bucket_edges=[2, 64]"], "the edge 2 is below the block size 4"),
+            (["data.bucket_edges=[30, 64]"], "30 is no multiple of 4"),
+            (["data.bucket_edges=[32, 48]"], "the last bucket edge must hold max_length 64, 48 does not"),
+            (["training.batch_size=null", "training.tokens_per_batch=3"], "tokens_per_batch 3 does not hold a row"),
+            (
+                ["data.bucket_edges=[64]", "training.batch_size=null", "training.tokens_per_batch=511"],
+                "tokens_per_batch 511 does not hold a row of the longest bucket (64 tokens) for each of the 8 parts",
+            ),
+            (["pipeline.min_ready=13"], "min_ready 13 is larger than pool_size 12"),
+            (
+                ["pipeline.placement=split", "pipeline.target_devices=8"],
+                "target_devices 8 of 8 devices leaves the drafter none",
+            ),
+            (
+                ["pipeline.placement=split", "pipeline.target_devices=6"],
+                "training.batch_size 8 is no multiple of 6, the number of parts",
+            ),
+            (
+                ["pipeline.placement=split", "pipeline.target_devices=5", "devices.fsdp=2"],
+                "pipeline.target_devices: fsdp x tensor = 2 does not divide the 5 devices",
+            ),
+            (["devices.preallocate=false"], "too late to set XLA_PYTHON_CLIENT_PREALLOCATE"),
+            (["devices.xla_flags=[--xla_absent=1]"], "too late to set XLA_FLAGS"),
+        ],
+        ids=lambda value: value[-1] if isinstance(value, list) else "",
+    )
+    def test_a_pipeline_that_cannot_be(self, error_of, recipe, broken_target, overrides, complaint):
+        """Said before weights load: the target's are unreadable here."""
+        line = error_of("train", "--config", recipe, f"target.path={broken_target}", *overrides)
+        assert complaint in line
 
     def test_target_that_is_no_checkpoint_folder(self, error_of, recipe, tmp_path):
         (tmp_path / "empty").mkdir()
@@ -301,3 +336,36 @@ class TestExport:
         (tmp_path / "export").mkdir()
         line = error_of("export", "--run", drafter, "--output", tmp_path / "export")
         assert "export already exists; remove it or choose another folder" in line
+
+
+class TestPlan:
+    def test_a_prepared_folder_is_looked_at(self, call, rows, target_folder, tmp_path):
+        output = tmp_path / "records"
+        code, out, _ = call("prepare_data", "--input", rows, "--target", target_folder, "--output", output, "--plan")
+        assert code == 0
+        assert "padding efficiency" in out
+        code, again, _ = call("prepare_data", "--output", output, "--plan")
+        assert code == 0
+        assert again == out[out.index("padding efficiency") :]
+        (line,) = [line for line in again.splitlines() if line.strip().startswith("64")]
+        assert line.split() == ["64", "8", "8", "1", "100.0%", "100.0%", line.split()[-1]]
+
+    def test_mistakes(self, error_of, rows, target_folder, tmp_path):
+        output = tmp_path / "records"
+        assert "give --input and --target to prepare" in error_of("prepare_data", "--output", output)
+        assert "give --input and --target to prepare" in error_of(
+            "prepare_data", "--output", output, "--plan", "--input", rows
+        )
+        assert "is not a folder of prepared records" in error_of("prepare_data", "--output", output, "--plan")
+
+    def test_budget_below_a_row(self, error_of, rows, target_folder, tmp_path):
+        line = error_of(
+            *("prepare_data", "--input", rows, "--target", target_folder, "--output", tmp_path / "records"),
+            *("--plan", "--tokens-per-batch", "16"),
+        )
+        assert "tokens_per_batch 16 does not hold a row" in line
+
+
+def test_benchmark_of_an_unknown_setting(error_of):
+    line = error_of("benchmark", "pipeline", "--settings", "interleave,imaginary")
+    assert "there is no imaginary; there are interleave, interleave+deficit" in line

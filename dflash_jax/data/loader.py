@@ -4,14 +4,17 @@ The stream is a function of its index: batch i of a run is the same after any re
 the loader's whole state is the number of batches taken.
 """
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 
 import jax
 import numpy as np
 
-from dflash_jax.data.plan import FILLER, PlannedBatch, batches_per_epoch, plan_epoch
+from dflash_jax.data.buckets import Buckets
+from dflash_jax.data.plan import FILLER, Order, PlannedBatch, batches_of, plan_epoch
 from dflash_jax.data.records import Records, unpack
 from dflash_jax.parallel import Leaf
 
@@ -41,23 +44,30 @@ class LoadedBatch:
     """A batch on the host, this process's rows only, with its place in the run."""
 
     batch_id: int
+    """Unique in the run."""
+    epoch: int
     edge: int
     tokens: int
     """Real tokens, over all processes."""
+    padded_tokens: int
     arrays: Batch
+    seconds: float
+    """Time that reading it took."""
 
 
 class BatchSource:
     """Random access to the batches of a run, for Grain."""
 
-    def __init__(self, records: Records, edges: tuple[int, ...], batch_size: int, seed: int, batches: int):
+    def __init__(self, records: Records, buckets: Buckets, order: Order, seed: int, batches: int):
         """The first `batches` batches of a run over `records`, epoch after epoch."""
         import grain
 
         self._rows = grain.sources.ArrayRecordDataSource(list(records.paths))
         self._lengths = records.lengths
-        self._plan = lru_cache(maxsize=2)(lambda epoch: plan_epoch(records.lengths, edges, batch_size, seed, epoch))
-        self._per_epoch = batches_per_epoch(len(records.lengths), batch_size)
+        self._plan = lru_cache(maxsize=3)(lambda epoch: plan_epoch(records.lengths, buckets, order, seed, epoch))
+        self.batches_at = batches_of(records.lengths, buckets)
+        """Batches of each edge in an epoch."""
+        self.per_epoch = sum(self.batches_at.values())
         self._batches = batches
 
     def __len__(self) -> int:
@@ -65,10 +75,11 @@ class BatchSource:
 
     def planned(self, batch_id: int) -> tuple[int, PlannedBatch]:
         """Epoch and plan of a batch."""
-        epoch, index = divmod(batch_id, self._per_epoch)
+        epoch, index = divmod(batch_id, self.per_epoch)
         return epoch, self._plan(epoch)[index]
 
     def __getitem__(self, batch_id: int) -> LoadedBatch:
+        start = time.perf_counter()
         epoch, planned = self.planned(batch_id)
         share = len(planned.rows) // jax.process_count()
         mine = planned.rows[jax.process_index() * share :][:share]
@@ -81,15 +92,17 @@ class BatchSource:
                 ids[slot, :length], loss_mask[slot, :length] = unpack(self._rows[int(row)], length)
         batch = Batch(ids, loss_mask, lengths, mine.astype(np.int32), np.int32(epoch))
         tokens = int(self._lengths[planned.rows[planned.rows != FILLER]].sum())
-        return LoadedBatch(batch_id, planned.edge, tokens, batch)
+        padded = len(planned.rows) * planned.edge
+        return LoadedBatch(batch_id, epoch, planned.edge, tokens, padded, batch, seconds=time.perf_counter() - start)
 
 
-def read_ahead(source: BatchSource, start: int, threads: int) -> Iterator[LoadedBatch]:
-    """Batches from index `start` on, in order."""
+def read_ahead(source: BatchSource, start: int, threads: int, first: Sequence[int] = ()) -> Iterator[LoadedBatch]:
+    """The batches with the numbers in `first`, then those from `start` on, in order."""
     import grain
 
     options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=PREFETCH)
-    return iter(grain.MapDataset.source(source)[start:].to_iter_dataset(options))
+    following = iter(grain.MapDataset.source(source)[start:].to_iter_dataset(options))
+    return chain((source[batch_id] for batch_id in first), following)
 
 
 def place(batch: Batch, shardings: Batch) -> Batch:

@@ -21,16 +21,27 @@ from dflash_jax.parallel import constrain
 
 
 class Fusion(nnx.Module):
-    """`fc`: linear map of the concatenated taps, evaluated as a sum of one product a tap."""
+    """`fc`: linear map of the concatenated taps."""
 
     def __init__(self, arch: DrafterArchitecture):
-        taps = len(arch.target_layer_ids)
-        self.weight = weight((arch.hidden_size, taps * arch.target_hidden_size), ("embed", "taps"))
+        self.taps, width = len(arch.target_layer_ids), arch.target_hidden_size
+        self.weight = weight((arch.hidden_size, self.taps * width), ("embed", "taps"))
 
-    def __call__(self, taps: Sequence[Float[Array, "batch time target_hidden"]]) -> Float[Array, "batch time hidden"]:
-        parts = jnp.split(self.weight[...], len(taps), axis=1)
+    def __call__(
+        self, taps: Sequence[Float[Array, "batch time target_hidden"]], split: bool = True
+    ) -> Float[Array, "batch time hidden"]:
+        """As a sum of one product a tap, which needs no concatenated copy, or (`split` false) as one product.
+
+        Raises:
+            ValueError: there are more or fewer taps than the weight was made for.
+        """
+        if len(taps) != self.taps:
+            raise ValueError(f"the fusion layer takes {self.taps} taps, not {len(taps)}")
+        if not split:
+            return matmul(jnp.concatenate(list(taps), axis=-1), self.weight[...], jnp.float32).astype(taps[0].dtype)
+        parts = jnp.split(self.weight[...], self.taps, axis=1)
         products = (matmul(tap, part, jnp.float32) for tap, part in zip(taps, parts, strict=True))
-        return sum(products).astype(taps[0].dtype)  # rounded once, as one product over concatenated taps would be
+        return sum(products).astype(taps[0].dtype)  # rounded once, as the one product is
 
 
 class DrafterAttention(nnx.Module):
@@ -93,10 +104,13 @@ class Drafter(nnx.Module):
         self.arch = arch
 
     def context(
-        self, taps: Sequence[Float[Array, "batch time target_hidden"]], positions: Int[Array, "batch time"]
+        self,
+        taps: Sequence[Float[Array, "batch time target_hidden"]],
+        positions: Int[Array, "batch time"],
+        split_fc: bool = True,
     ) -> Cache:
         """Keys and values of every layer for target positions; the fused feature is the same for all layers."""
-        fused = constrain(self.hidden_norm(self.fc(taps)), "batch", None, None)
+        fused = constrain(self.hidden_norm(self.fc(taps, split_fc)), "batch", None, None)
         rotary = rotary_table(self.arch.rope, self.arch.head_dim, positions)
         return [layer.self_attn.keys_values(fused, rotary) for layer in self.layers]
 

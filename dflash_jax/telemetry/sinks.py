@@ -106,16 +106,23 @@ class WandbSink:
         )
 
     def write(self, row: Row) -> None:
-        flat: Row = {}
-        for key, value in row.items():
-            if isinstance(value, list):
-                flat |= {f"{key}/{index + 1}": item for index, item in enumerate(value)}
-            else:
-                flat[key] = value
-        self._run.log(flat, step=row["step"])
+        self._run.log(flatten(row), step=row["step"])
 
     def close(self) -> None:
         self._run.finish()
+
+
+def flatten(row: Row) -> Row:
+    """Nested fields as `outer/inner`; the items of a list are numbered from 1."""
+    flat: Row = {}
+    for key, value in row.items():
+        if isinstance(value, list):
+            value = {str(index + 1): item for index, item in enumerate(value)}
+        if isinstance(value, dict):
+            flat |= {f"{key}/{inner}": item for inner, item in flatten(value).items()}
+        else:
+            flat[key] = value
+    return flat
 
 
 def _finite(value: Any) -> Any:

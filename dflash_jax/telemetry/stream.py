@@ -10,7 +10,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -35,10 +35,15 @@ class Sink(Protocol):
 class MetricStream:
     """Owns the two threads and the sinks."""
 
-    def __init__(self, sinks: Sequence[Sink], log_every: int = 1):
+    def __init__(self, sinks: Sequence[Sink], log_every: int = 1, window: Callable[[], Row] | None = None):
+        """
+        Args:
+            window: called when a row is made, on the stream's thread; its fields join the row.
+        """
+        self._window = window or dict
         self._sinks = list(sinks)
         self._log_every = log_every
-        self._arriving: queue.Queue[tuple[int, dict[str, Leaf]] | None] = queue.Queue()
+        self._arriving: queue.Queue[tuple[int, dict[str, Leaf], Row] | None] = queue.Queue()
         self._rows: queue.Queue[Row | None] = queue.Queue()
         self._slots = threading.Semaphore(IN_FLIGHT)
         self._failure: BaseException | None = None
@@ -51,8 +56,11 @@ class MetricStream:
         for thread in self._threads:
             thread.start()
 
-    def push(self, step: int, metrics: dict[str, Leaf]) -> None:
+    def push(self, step: int, metrics: dict[str, Leaf], known: Row | None = None) -> None:
         """Take a step's metrics; returns at once unless `IN_FLIGHT` older steps are still on their way.
+
+        Args:
+            known: further fields of the row, on the host already.
 
         Raises:
             BaseException: what an earlier step failed with on the device.
@@ -60,7 +68,7 @@ class MetricStream:
         jax.copy_to_host_async(metrics)
         self._slots.acquire()
         self._raise_failure()
-        self._arriving.put((step, metrics))
+        self._arriving.put((step, metrics, known or {}))
 
     def write(self, row: Row) -> None:
         """A row that is on the host already, behind the rows of all steps pushed before."""
@@ -96,26 +104,27 @@ class MetricStream:
 
     def _read(self) -> None:
         while (item := self._arriving.get()) is not None:
-            step, metrics = item
+            step, metrics, known = item
             try:
                 values = {name: np.asarray(value) for name, value in metrics.items()}
-                self._emit(step, values)
+                self._emit(step, values, known)
             except BaseException as error:  # handed to the stepping thread, which raises it
                 self._failure = self._failure or error
             finally:
                 self._slots.release()
                 self._arriving.task_done()
 
-    def _emit(self, step: int, values: dict[str, np.ndarray]) -> None:
+    def _emit(self, step: int, values: dict[str, np.ndarray], known: Row) -> None:
         """Time the step by its arrival and pass on every `log_every`-th row."""
         now = time.perf_counter()
         steps, tokens, seconds = self._since_log
         steps, tokens, seconds = steps + 1, tokens + int(values["tokens"]), seconds + now - self._clock
         self._clock = now
         if step % self._log_every == 0:
-            row: Row = {"step": step, **{name: value.tolist() for name, value in values.items()}}
+            row: Row = {"step": step, **{name: value.tolist() for name, value in values.items()}, **known}
             row["step_seconds"] = seconds / steps
             row["tokens_per_second"] = tokens / max(seconds, 1e-9)
+            row |= self._window()
             self._rows.put(row)
             steps, tokens, seconds = 0, 0, 0.0
         self._since_log = (steps, tokens, seconds)

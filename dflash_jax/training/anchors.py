@@ -56,8 +56,7 @@ def draw_anchors(
     seq = eligible.shape[1]
     count = min(count, seq)
 
-    def draw(row_id: Array, row_eligible: Array) -> tuple[Array, Array]:
-        row_key = jax.random.fold_in(jax.random.fold_in(key, epoch), row_id)
+    def draw(row_key: Array, row_eligible: Array) -> tuple[Array, Array]:
         # One number a position, drawn position by position: the draw does not depend on the padded length.
         scores = jax.vmap(lambda position: jax.random.uniform(jax.random.fold_in(row_key, position)))(jnp.arange(seq))
         _, chosen = jax.lax.top_k(jnp.where(row_eligible, scores, -1.0), count)
@@ -66,7 +65,13 @@ def draw_anchors(
         chosen, keep = chosen[order], keep[order]
         return jnp.where(keep, chosen, 0).astype(jnp.int32), keep
 
-    return jax.vmap(draw)(row_ids, eligible)
+    return jax.vmap(draw)(row_keys(key, epoch, row_ids), eligible)
+
+
+def row_keys(key: Key[Array, ""], epoch: Int[Array, ""], row_ids: Int[Array, "batch"]) -> Key[Array, "batch"]:
+    """The key of each (epoch, row)."""
+    epoch_key = jax.random.fold_in(key, epoch)
+    return jax.vmap(lambda row_id: jax.random.fold_in(epoch_key, row_id))(row_ids)
 
 
 def lay_out_blocks(

@@ -5,7 +5,7 @@ and are not stored.
 """
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,40 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
+from dflash_jax.data.buckets import Bucket, Buckets
+from dflash_jax.data.loader import LoadedBatch
 from dflash_jax.errors import UserError
 from dflash_jax.models import weights
 from dflash_jax.models.architecture import parse_drafter
 from dflash_jax.models.drafter import Drafter, TrainedDrafter
 from dflash_jax.telemetry.drafting import DraftingSums
+from dflash_jax.training.pipeline import Feed
 from dflash_jax.training.step import TrainState
 
-FORMAT = 1
+FORMAT = 2
+
+
+@dataclass(frozen=True)
+class Mix:
+    """What the batches of a window of steps were."""
+
+    batches: dict[int, int] = field(default_factory=dict)
+    """Number of each bucket edge."""
+    tokens: int = 0
+    padded_tokens: int = 0
+
+    def plus(self, batch: LoadedBatch) -> "Mix":
+        """One more batch."""
+        batches = self.batches | {batch.edge: self.batches.get(batch.edge, 0) + 1}
+        return Mix(batches, self.tokens + batch.tokens, self.padded_tokens + batch.padded_tokens)
+
+    def as_row(self) -> dict[str, Any]:
+        """Fields of a row."""
+        total = sum(self.batches.values())
+        return {
+            "bucket_share": {str(edge): count / total for edge, count in sorted(self.batches.items())},
+            "padding_efficiency": self.tokens / max(self.padded_tokens, 1),
+        }
 
 
 @dataclass(frozen=True)
@@ -30,7 +56,11 @@ class Position:
 
     step: int
     batches: int
-    """Micro-batches taken from the plan."""
+    """Micro-batches trained on."""
+    feed: Feed
+    """Which batches come next."""
+    window: Mix
+    """The batches since the last logged step."""
     tokens: int
     """Real tokens trained on."""
     seconds: float
@@ -39,6 +69,7 @@ class Position:
     """The drafter's `config.json`."""
     config: dict[str, Any]
     """The run's config."""
+    buckets: Buckets
     records: str
     """Digest of the records: their source, tokenizer and template."""
     compute_dtype: str
@@ -48,15 +79,32 @@ class Position:
     @classmethod
     def start(cls, **identity: Any) -> "Position":
         """Before the first step; `identity` are the fields that say what the run is."""
-        return cls(step=0, batches=0, tokens=0, seconds=0.0, **identity)
+        return cls(step=0, batches=0, feed=Feed(), window=Mix(), tokens=0, seconds=0.0, **identity)
 
-    def after_batch(self, tokens: int) -> "Position":
+    @classmethod
+    def parse(cls, tree: dict[str, Any]) -> "Position":
+        """From JSON; the inverse of `dataclasses.asdict`."""
+        feed, window = tree["feed"], tree["window"]
+        typed = {
+            "feed": Feed(feed["read"], tuple(feed["waiting"])),
+            "window": Mix(**(window | {"batches": {int(edge): n for edge, n in window["batches"].items()}})),
+            "buckets": tuple(Bucket(**bucket) for bucket in tree["buckets"]),
+        }
+        return cls(**(tree | typed))
+
+    def after_batch(self, batch: LoadedBatch) -> "Position":
         """One micro-batch later."""
-        return replace(self, batches=self.batches + 1, tokens=self.tokens + tokens)
+        return replace(
+            self, batches=self.batches + 1, tokens=self.tokens + batch.tokens, window=self.window.plus(batch)
+        )
 
     def after_step(self) -> "Position":
         """One update later."""
         return replace(self, step=self.step + 1)
+
+    def with_new_window(self) -> "Position":
+        """After a logged step."""
+        return replace(self, window=Mix())
 
 
 class Checkpoints:
@@ -144,12 +192,11 @@ def read_position(saved: Path) -> Position:
     """
     try:
         fields = json.loads((saved / "position" / "metadata").read_text())
-        position = Position(**fields)
-    except (OSError, json.JSONDecodeError, TypeError) as error:
+        if fields["format"] != FORMAT:
+            raise UserError(f"{saved} has format {fields['format']}, this version reads {FORMAT}")
+        return Position.parse(fields)
+    except (OSError, json.JSONDecodeError, TypeError, KeyError) as error:
         raise UserError(f"{saved} is no complete checkpoint of this version ({error})") from error
-    if position.format != FORMAT:
-        raise UserError(f"{saved} has format {position.format}, this version reads {FORMAT}")
-    return position
 
 
 def _locate(path: Path) -> Path:

@@ -10,41 +10,47 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from dflash_jax.config import Config, decay_gamma
 from dflash_jax.data.chat import ChatTokenizer
 from dflash_jax.data.conversations import Conversation, read_prompts
-from dflash_jax.data.loader import BatchSource, place, read_ahead
-from dflash_jax.data.plan import batches_per_epoch
+from dflash_jax.data.loader import BatchSource
+from dflash_jax.data.plan import batches_of
 from dflash_jax.decoding.evaluate import Evaluator, Report
 from dflash_jax.decoding.prompts import encode_prompts
-from dflash_jax.errors import Interrupted, UserError
-from dflash_jax.models.architecture import (
-    DrafterArchitecture,
-    TargetArchitecture,
-    check_mesh,
-    check_pair,
-    render_drafter,
-    resolve_drafter,
-)
+from dflash_jax.errors import Interrupted
+from dflash_jax.models import weights
+from dflash_jax.models.architecture import check_mesh, render_drafter
 from dflash_jax.models.drafter import TrainedDrafter
 from dflash_jax.models.huggingface import (
     embedded_path,
     load_drafter,
     load_target,
-    read_drafter_architecture,
     read_stop_ids,
     read_target_architecture,
     resolve_folder,
 )
-from dflash_jax.parallel import batch_shards, compute_dtype, make_mesh
+from dflash_jax.models.target import Target
+from dflash_jax.parallel import compiled_only, compute_dtype, make_meshes
 from dflash_jax.telemetry.sinks import ConsoleSink, JsonlSink, WandbSink, truncate_rows
+from dflash_jax.telemetry.stages import DRAFTER, StageClock
 from dflash_jax.telemetry.stream import MetricStream, Sink
 from dflash_jax.training.checkpoint import Checkpoints, Position
-from dflash_jax.training.compiled import Compiled, compile_step
+from dflash_jax.training.compiled import Compiled, compile_step, count_compiles
 from dflash_jax.training.export import export_drafter
+from dflash_jax.training.noise import make_noise
 from dflash_jax.training.optimizer import make_optimizer, make_schedule
+from dflash_jax.training.pipeline import Pipeline, check_memory_kind, check_pool_memory
+from dflash_jax.training.rules import (
+    check_batch,
+    check_resumable,
+    check_unfinished,
+    describe_drafter,
+    lay_out_buckets,
+    resolved,
+    sizes,
+    total_steps,
+)
 from dflash_jax.training.run_folder import RunFolder, training_records
 from dflash_jax.training.signals import stop_on_signals
 from dflash_jax.training.step import StepSettings, abstract_state, init_state, make_step, tables_of
@@ -64,6 +70,8 @@ class Summary:
     export: Path | None
     export_rounding: float | None
     """Relative difference of logits that bfloat16 makes."""
+    compiles: list[str]
+    """Functions that were compiled between warm-up and end; evaluations compile theirs, steps none."""
 
 
 def train(config: Config, resume: bool = False) -> Summary:
@@ -74,13 +82,14 @@ def train(config: Config, resume: bool = False) -> Summary:
         Interrupted: SIGINT or SIGTERM came; the state was saved first.
     """
     # ---- Devices, shapes, and every rule that needs no weights ---------------------------------------------------
-    mesh = make_mesh(config.devices)
+    meshes = make_meshes(config.devices, config.pipeline)
+    check_memory_kind(config.pipeline, meshes)
     dtype = compute_dtype(config.devices)
     target_folder = resolve_folder(config.target.path, config.target.revision)
     target_arch = read_target_architecture(target_folder)
     drafter_arch = describe_drafter(config, target_arch, read_stop_ids(target_folder))
-    check_mesh(target_arch, drafter_arch, mesh.shape)
-    check_batch(config, mesh)
+    check_mesh(target_arch, drafter_arch, meshes.target.shape)
+    check_batch(config, drafter_arch.block_size, meshes)
     gamma = decay_gamma(config.training, drafter_arch.block_size)
     prompts = read_evaluation_prompts(config)
 
@@ -90,12 +99,13 @@ def train(config: Config, resume: bool = False) -> Summary:
     checkpoints = Checkpoints(folder.checkpoints, config.training.keep_checkpoints)
     position = checkpoints.latest_position() if resumed else None
     if resumed:
-        check_resumable(config, position, str(dtype))
+        check_resumable(config, position, str(dtype), meshes)
     tokenizer = ChatTokenizer(target_folder, config.data.template_arguments)
     records = training_records(config, folder, tokenizer, target_arch, resumed)
-    steps = total_steps(config, len(records.lengths))
+    buckets = position.buckets if resumed else lay_out_buckets(config, records.lengths, drafter_arch.block_size, meshes)
+    steps = total_steps(config, sum(batches_of(records.lengths, buckets).values()))
     accumulation = config.training.accumulation
-    source = BatchSource(records, config.data.edges, config.training.batch_size, config.run.seed, steps * accumulation)
+    source = BatchSource(records, buckets, config.data.order, config.run.seed, steps * accumulation)
     if resumed:
         check_unfinished(position, steps, records.manifest.digest)
     else:
@@ -103,65 +113,92 @@ def train(config: Config, resume: bool = False) -> Summary:
             drafter=render_drafter(drafter_arch),
             config=config.model_dump(mode="json"),
             wandb_id=uuid.uuid4().hex,
+            buckets=buckets,
             records=records.manifest.digest,
             compute_dtype=str(dtype),
         )
-    folder.write_config(config, resolved(config, drafter_arch, mesh, str(dtype), gamma, steps))
+    folder.write_config(config, resolved(config, drafter_arch, meshes, str(dtype), gamma, steps, buckets))
     limit = config.evaluation.max_new_tokens
     encoded = encode_prompts(prompts, tokenizer, target_arch, limit, str(config.evaluation.prompts))
 
-    # ---- Weights, executables, state -----------------------------------------------------------------------------
-    target = load_target(target_folder, mesh, dtype)
-    tables = tables_of(target.params)
+    # ---- Executables, weights, state -----------------------------------------------------------------------------
     schedule = make_schedule(config.optimizer, steps)
-    optimizer = make_optimizer(config.optimizer, schedule)
-    settings = StepSettings(drafter_arch, target_arch, optimizer, schedule, config.training.anchors, gamma, dtype)
-    step = make_step(settings, mesh)
-    compiled = compile_step(step, settings, mesh, config.training.batch_size, config.data.edges, announce)
+    settings = StepSettings(
+        drafter=drafter_arch,
+        target=target_arch,
+        optimizer=make_optimizer(config.optimizer, schedule),
+        schedule=schedule,
+        anchors=config.training.anchors,
+        gamma=gamma,
+        compute_dtype=dtype,
+        split_fc=config.pipeline.split_fc,
+        noise=make_noise(config.noise, steps),
+    )
+    step = make_step(settings, meshes)
+    compiled = compile_step(step, settings, buckets, announce)
+    target_specs = weights.split(Target(target_arch))[1]
+    abstract_target = weights.abstract(target_specs, meshes.target, dtype)
+    check_pool_memory(config.pipeline, settings, buckets, compiled, abstract_target)
+    target = load_target(target_folder, meshes.target, dtype)
+    tables = jax.device_put(tables_of(target.params), step.tables_shardings)
     if resumed:
-        state = checkpoints.restore(position.step, abstract_state(step, settings, mesh))
+        state = checkpoints.restore(position.step, abstract_state(step, settings))
         truncate_rows(folder.metrics, position.step)
     else:
         start = config.drafter.init_from
-        params = load_drafter(resolve_folder(start), mesh).params if start else None
-        state = init_state(step, settings, config.run.seed, mesh, params)
+        params = load_drafter(resolve_folder(start), meshes.drafter).params if start else None
+        state = init_state(step, settings, config.run.seed, params)
     evaluator = None
     if prompts:
         names = [prompt.id for prompt in prompts]
         evaluator = Evaluator(
-            target, step.graph, drafter_arch, encoded, names, limit, config.evaluation.batch_size, mesh
+            target, step.graph, drafter_arch, encoded, names, limit, config.evaluation.batch_size, meshes.target
         )
+    on_target = weights.shardings(step.specs, meshes.target)
 
     # ---- The loop ------------------------------------------------------------------------------------------------
-    folder.event("resumed" if resumed else "started", step=position.step, steps=steps, mesh=dict(mesh.shape))
-    stream = MetricStream(make_sinks(config, folder, position, steps, resumed), config.telemetry.log_every)
-    clock = Stopwatch(position.seconds)
+    folder.event("resumed" if resumed else "started", step=position.step, steps=steps, **sizes(meshes))
+    stages = StageClock(meshes.target.size, meshes.drafter.size, meshes.colocated, meshes.granularity)
+    stream = MetricStream(make_sinks(config, folder, position, steps, resumed), config.telemetry.log_every, stages.take)
+    clock = Stopwatch(position.seconds, stream, stages)
+    pipeline = Pipeline(
+        source,
+        position.feed,
+        compiled,
+        target.params,
+        tables,
+        config.pipeline,
+        config.data.reader_threads,
+        config.run.seed,
+        stages,
+    )
 
     def evaluate() -> Report:
-        with clock.paused(stream):
-            report = evaluator.report(state.params)
+        with clock.paused():
+            report = evaluator.report(jax.device_put(state.params, on_target))
             stream.write(evaluation_row(position.step, report))
         return report
 
     def save() -> None:
-        with clock.paused(stream):
-            checkpoints.save(state, replace(position, seconds=clock.seconds))
+        with clock.paused():
+            checkpoints.save(state, replace(position, feed=pipeline.feed, seconds=clock.seconds))
 
     try:
-        with stop_on_signals() as stop:
+        with stop_on_signals() as stop, count_compiles() as compiles:
             before = evaluate() if evaluator and not resumed else None
             clock.restart()
-            for loaded in read_ahead(source, position.batches, config.data.reader_threads):
-                with jax.transfer_guard("disallow"):
-                    batch = place(loaded.arrays, step.batch_shardings)
-                    features = compiled.features(target.params, batch)
-                    state = compiled.accumulate(state, tables, features)
-                    position = position.after_batch(loaded.tokens)
+            while position.step < steps:
+                with compiled_only():
+                    state, batch = pipeline.accumulate(state)
+                    position = position.after_batch(batch)
                     if position.batches % accumulation:
                         continue
                     state, metrics = compiled.update(state)
+                stages.dispatched(DRAFTER, metrics["loss"])
                 position = position.after_step()
-                stream.push(position.step, metrics)
+                stream.push(position.step, metrics, position.window.as_row())
+                if is_due(position.step, config.telemetry.log_every):
+                    position = position.with_new_window()
                 if position.step == steps:
                     break
                 if evaluator and is_due(position.step, config.evaluation.every):
@@ -181,22 +218,25 @@ def train(config: Config, resume: bool = False) -> Summary:
         raise
     finally:
         stream.close()
+        stages.close()
         checkpoints.close()
 
     # ---- The end -------------------------------------------------------------------------------------------------
     export = rounding = None
     if config.export.at_end:
         export = folder.export
-        rounding = export_drafter(TrainedDrafter(drafter_arch, step.graph, state.params), export, mesh, replace=True)
+        trained = TrainedDrafter(drafter_arch, step.graph, state.params)
+        rounding = export_drafter(trained, export, meshes.drafter, replace=True)
     folder.event("finished", step=position.step, training_seconds=clock.seconds, tokens=position.tokens)
-    return Summary(folder.path, steps, position.tokens, clock.seconds, before, after, export, rounding)
+    return Summary(folder.path, steps, position.tokens, clock.seconds, before, after, export, rounding, compiles)
 
 
 class Stopwatch:
     """Training seconds: pauses are left out, the steps still in flight when one begins are not."""
 
-    def __init__(self, seconds: float):
+    def __init__(self, seconds: float, stream: MetricStream, stages: StageClock):
         self.seconds = seconds
+        self._stream, self._stages = stream, stages
         self._since = time.perf_counter()
 
     def restart(self) -> None:
@@ -204,84 +244,20 @@ class Stopwatch:
         self._since = time.perf_counter()
 
     @contextmanager
-    def paused(self, stream: MetricStream) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """Wait for the steps in flight, then leave the block out of the count and out of the next step's seconds."""
-        stream.flush()
+        self._stream.flush()
+        self._stages.pause()
         self.seconds += time.perf_counter() - self._since
         yield
         self.restart()
-        stream.restart_clock()
+        self._stages.resume()
+        self._stream.restart_clock()
 
 
 def is_due(step: int, every: int | None) -> bool:
     """Whether something that happens every so many steps happens after this one."""
     return every is not None and step % every == 0
-
-
-def total_steps(config: Config, rows: int) -> int:
-    """Optimizer steps of the run; epochs are rounded up to whole steps."""
-    if config.training.steps is not None:
-        return config.training.steps
-    batches = config.training.epochs * batches_per_epoch(rows, config.training.batch_size)
-    return -(-batches // config.training.accumulation)
-
-
-def describe_drafter(config: Config, target: TargetArchitecture, stop_ids: tuple[int, ...]) -> DrafterArchitecture:
-    """The drafter's shape: from the recipe, or from the folder that training starts from."""
-    if config.drafter.init_from is None:
-        if config.drafter.mask_token_id in stop_ids:
-            raise UserError(f"drafter.mask_token_id {config.drafter.mask_token_id} ends answers; choose an unused row")
-        return resolve_drafter(config.drafter, target)
-    drafter = read_drafter_architecture(resolve_folder(config.drafter.init_from))
-    check_pair(drafter, target, config.drafter.init_from)
-    return drafter
-
-
-def check_batch(config: Config, mesh: Mesh) -> None:
-    """Raise `UserError` unless the rows of a batch divide over the mesh."""
-    rows, shards = config.training.batch_size, batch_shards(mesh)
-    if rows % shards:
-        raise UserError(f"training.batch_size {rows} is no multiple of the mesh's data x fsdp = {shards}")
-
-
-def check_resumable(config: Config, position: Position, dtype: str) -> None:
-    """Raise `UserError` if a value that fixes the course of the run has changed since it began.
-
-    Paths may change; what they lead to is compared by content in `check_unfinished`.
-    """
-    then, now = position.config, config.model_dump(mode="json")
-    fixed = {
-        "run": ["seed"],
-        "training": ["batch_size", "accumulation", "anchors", "loss_decay_gamma"],
-        "drafter": sorted(now["drafter"]),
-        "data": ["max_length", "bucket_edges", "template_arguments"],
-    }
-    values = [(f"{name}.{key}", then[name].get(key), now[name][key]) for name, keys in fixed.items() for key in keys]
-    values.append(("devices.compute_dtype", position.compute_dtype, dtype))
-    for key, old, new in values:
-        if old != new:
-            raise UserError(f"{key} was {old!r} and is {new!r}; a resumed run must keep it")
-
-
-def check_unfinished(position: Position, steps: int, records: str) -> None:
-    """Raise `UserError` if the run is complete, or if its records are others than those it began with."""
-    if position.step >= steps:
-        raise UserError(f"the run is complete at step {position.step}; raise training.steps to go on")
-    if position.records != records:
-        raise UserError(
-            "data.train: these are other records than those the run began with; a resumed run must keep them"
-        )
-
-
-def resolved(
-    config: Config, drafter: DrafterArchitecture, mesh: Mesh, dtype: str, gamma: float, steps: int
-) -> dict[str, Any]:
-    """The recipe with every value that was left to the target, the data or the devices."""
-    tree = config.model_dump(mode="json")
-    tree["devices"] |= {**mesh.shape, "compute_dtype": dtype}
-    tree["training"] |= {"steps": steps, "loss_decay_gamma": gamma}
-    tree["drafter"] = render_drafter(drafter)
-    return tree
 
 
 def read_evaluation_prompts(config: Config) -> list[Conversation]:

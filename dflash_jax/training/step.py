@@ -1,8 +1,9 @@
 """The drafter step: features in, summed gradients, one update. Pure functions, jitted with explicit shardings.
 
-`accumulate(state, tables, features) -> state` adds a micro-batch's unnormalised gradient and sums;
+`accumulate(state, tables, features) -> state, finished` adds a micro-batch's unnormalised gradient and sums;
 `update(state) -> state, metrics` divides by the global weight, clips, applies AdamW and empties the sums. So loss,
-gradient and norm do not depend on accumulation or mesh. The state is donated to both.
+gradient and norm do not depend on accumulation or mesh. The state is donated to both; `finished` is a small output of
+its own, by which the host can see that an execution is over.
 """
 
 from collections.abc import Callable
@@ -16,15 +17,18 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
+from dflash_jax.data.buckets import Bucket
 from dflash_jax.data.loader import Batch
 from dflash_jax.models import weights
 from dflash_jax.models.architecture import DrafterArchitecture, TargetArchitecture
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.target import Target
 from dflash_jax.models.weights import Params
-from dflash_jax.parallel import Leaf, batch_shards, on_mesh, sharding_of
+from dflash_jax.parallel import Leaf, Meshes, batch_shards, on_mesh, sharding_of
 from dflash_jax.telemetry.drafting import DraftingSums, drafting_metrics, drafting_sums
 from dflash_jax.training.anchors import Blocks, draw_anchors, eligible_anchors, lay_out_blocks
+from dflash_jax.training.handover import Handover, Units
+from dflash_jax.training.noise import FeatureNoise
 from dflash_jax.training.objective import position_weights, projected_cross_entropy
 from dflash_jax.training.optimizer import optimizer_shardings
 
@@ -76,6 +80,8 @@ class StepSettings:
     anchors: int
     gamma: float
     compute_dtype: jax.typing.DTypeLike
+    split_fc: bool = True
+    noise: FeatureNoise | None = None
 
 
 def tables_of(params: Params) -> Tables:
@@ -84,12 +90,17 @@ def tables_of(params: Params) -> Tables:
     return Tables(embedding, params["lm_head"]["weight"] if "lm_head" in params else embedding)
 
 
-def target_features(graph: nnx.GraphDef, taps: tuple[int, ...], params: Params, batch: Batch) -> Features:
-    """Run the frozen target up to its last tapped block. Rows are right-padded, so no real token sees padding."""
+def target_features(
+    graph: nnx.GraphDef, taps: tuple[int, ...], handover: Handover, params: Params, batch: Batch
+) -> tuple[tuple[Units, ...], Array]:
+    """Run the frozen target up to its last tapped block; the outputs of the tapped ones, ready to be moved.
+
+    Rows are right-padded, so no real token sees padding.
+    """
     target: Target = nnx.merge(graph, params)
     positions = jnp.broadcast_to(jnp.arange(batch.tokens.shape[1])[None, :], batch.tokens.shape)
     _, tapped, _ = target(batch.tokens, positions, taps=taps, layers=taps[-1] + 1)
-    return Features(batch, tapped)
+    return tuple(handover.cut(tap) for tap in tapped), batch.lengths.sum()
 
 
 def block_loss(
@@ -106,7 +117,7 @@ def block_loss(
     drafter: Drafter = nnx.merge(graph, params)
     batch, seq = taps[0].shape[:2]
     positions = jnp.broadcast_to(jnp.arange(seq)[None, :], (batch, seq))
-    context = drafter.context([tap.astype(settings.compute_dtype) for tap in taps], positions)
+    context = drafter.context([tap.astype(settings.compute_dtype) for tap in taps], positions, settings.split_fc)
     hidden = drafter(blocks.tokens, blocks.anchors, context, tables.embedding, settings.compute_dtype)
     decay = position_weights(settings.drafter.block_size, settings.gamma)
     label_weights = blocks.valid.astype(jnp.float32) * decay[None, None, :]
@@ -126,7 +137,7 @@ def block_loss(
 
 def accumulate(
     graph: nnx.GraphDef, settings: StepSettings, shards: int, state: TrainState, tables: Tables, features: Features
-) -> TrainState:
+) -> tuple[TrainState, Array]:
     """Add one micro-batch: draw its anchors, lay out its blocks, sum gradient and metrics."""
     batch = features.batch
     eligible = eligible_anchors(batch.loss_mask, batch.lengths, settings.drafter.block_size)
@@ -140,10 +151,14 @@ def accumulate(
         settings.drafter.block_size,
         settings.drafter.mask_token_id,
     )
+    taps = features.taps
+    if settings.noise is not None:
+        taps = settings.noise.add(taps, settings.noise.level(state.step), state.key, batch.epoch, batch.row_ids)
     gradient, sums = jax.grad(block_loss, has_aux=True)(
-        state.params, graph, tables, features.taps, blocks, batch.lengths, settings, shards
+        state.params, graph, tables, taps, blocks, batch.lengths, settings, shards
     )
-    return replace(state, gradient=jax.tree.map(jnp.add, state.gradient, gradient), sums=state.sums + sums)
+    state = replace(state, gradient=jax.tree.map(jnp.add, state.gradient, gradient), sums=state.sums + sums)
+    return state, sums.tokens
 
 
 def update(settings: StepSettings, state: TrainState) -> tuple[TrainState, dict[str, Array]]:
@@ -161,6 +176,8 @@ def update(settings: StepSettings, state: TrainState) -> tuple[TrainState, dict[
         "grad_norm": grad_norm,
         "learning_rate": settings.schedule(state.step),
     }
+    if settings.noise is not None:
+        metrics["feature_noise"] = settings.noise.level(state.step)
     state = TrainState(
         step=state.step + 1,
         key=state.key,
@@ -176,62 +193,91 @@ def update(settings: StepSettings, state: TrainState) -> tuple[TrainState, dict[
 class Step:
     """The jitted functions of a run and where their arguments live; `compiled.py` makes executables of them."""
 
-    features: Callable[[Params, Batch], Features]
-    accumulate: Callable[[TrainState, Tables, Features], TrainState]
+    features: Callable[[Params, Batch], tuple[tuple[Units, ...], Array]]
+    """On the target's mesh; see `target_features`."""
+    assemble: Callable[[tuple[Units, ...]], tuple[Array, ...]]
+    """On the drafter's mesh: the taps, of the units that have arrived."""
+    accumulate: Callable[[TrainState, Tables, Features], tuple[TrainState, Array]]
     update: Callable[[TrainState], tuple[TrainState, dict[str, Array]]]
+    handover: Handover
     graph: nnx.GraphDef
     """The drafter's."""
     specs: Params
     """`WeightSpec` of each drafter weight."""
     state_shardings: TrainState
+    tables_shardings: Tables
     batch_shardings: Batch
+    """On the target's mesh."""
+    feature_shardings: Features
+    """On the drafter's mesh."""
+
+    @property
+    def meshes(self) -> Meshes:
+        return self.handover.meshes
 
 
-def make_step(settings: StepSettings, mesh: Mesh) -> Step:
-    """Jit the three functions over `mesh`, with explicit shardings in and out and the state donated."""
+def make_step(settings: StepSettings, meshes: Meshes) -> Step:
+    """Jit the functions over their meshes, with explicit shardings in and out and the state donated."""
     target_graph, target_specs = weights.split(Target(settings.target))
     graph, specs = weights.split(Drafter(settings.drafter))
-    rows, replicated = sharding_of(mesh, "batch"), sharding_of(mesh)
-    matrix = sharding_of(mesh, "batch", None)
-    batch = Batch(matrix, matrix, rows, rows, replicated)
-    features = Features(batch, (sharding_of(mesh, "batch", None, None),) * len(settings.drafter.target_layer_ids))
-    target = weights.shardings(target_specs, mesh)
-    params = weights.shardings(specs, mesh)
+    handover, drafter_mesh = Handover(meshes), meshes.drafter
+    taps, replicated = len(settings.drafter.target_layer_ids), sharding_of(drafter_mesh)
+    batch = _batch_shardings(meshes.target)
+    units = ((sharding_of(meshes.target, "batch", None, None),) * handover.units_sent,) * taps
+    rows = sharding_of(drafter_mesh, "batch", None, None)
+    arrived = ((rows,) * handover.units_received,) * taps
+    features = Features(_batch_shardings(drafter_mesh), (rows,) * taps)
+    target = weights.shardings(target_specs, meshes.target)
+    tables = tables_of(weights.shardings(target_specs, drafter_mesh))
+    params = weights.shardings(specs, drafter_mesh)
     state = TrainState(
         step=replicated,
         key=replicated,
         params=params,
-        optimizer=optimizer_shardings(settings.optimizer, weights.abstract(specs, mesh), params, replicated),
+        optimizer=optimizer_shardings(settings.optimizer, weights.abstract(specs, drafter_mesh), params, replicated),
         gradient=params,
         sums=jax.tree.map(lambda _: replicated, jax.eval_shape(lambda: DraftingSums.zeros(2))),
     )
     return Step(
         features=jax.jit(
-            on_mesh(mesh, partial(target_features, target_graph, settings.drafter.target_layer_ids)),
+            on_mesh(meshes.target, partial(target_features, target_graph, settings.drafter.target_layer_ids, handover)),
             in_shardings=(target, batch),
-            out_shardings=features,
+            out_shardings=(units, sharding_of(meshes.target)),
+        ),
+        assemble=jax.jit(
+            lambda arrived: tuple(handover.join(units) for units in arrived),
+            in_shardings=(arrived,),
+            out_shardings=features.taps,
         ),
         accumulate=jax.jit(
-            on_mesh(mesh, partial(accumulate, graph, settings, batch_shards(mesh))),
-            in_shardings=(state, tables_of(target), features),
-            out_shardings=state,
+            on_mesh(drafter_mesh, partial(accumulate, graph, settings, batch_shards(drafter_mesh))),
+            in_shardings=(state, tables, features),
+            out_shardings=(state, replicated),
             donate_argnums=0,
         ),
         update=jax.jit(
             partial(update, settings), in_shardings=(state,), out_shardings=(state, replicated), donate_argnums=0
         ),
+        handover=handover,
         graph=graph,
         specs=specs,
         state_shardings=state,
+        tables_shardings=tables,
         batch_shardings=batch,
+        feature_shardings=features,
     )
 
 
-def init_state(step: Step, settings: StepSettings, seed: int, mesh: Mesh, params: Params | None = None) -> TrainState:
+def _batch_shardings(mesh: Mesh) -> Batch:
+    rows, matrix = sharding_of(mesh, "batch"), sharding_of(mesh, "batch", None)
+    return Batch(matrix, matrix, rows, rows, sharding_of(mesh))
+
+
+def init_state(step: Step, settings: StepSettings, seed: int, params: Params | None = None) -> TrainState:
     """The state before step 0: fresh weights N(0, 0.02), or the given ones."""
     init_key, anchor_key = jax.random.split(jax.random.key(seed))
     if params is None:
-        params = weights.initialise(step.specs, init_key, mesh)
+        params = weights.initialise(step.specs, init_key, step.meshes.drafter)
 
     def build(params: Params, key: Array) -> TrainState:
         return TrainState(
@@ -246,9 +292,9 @@ def init_state(step: Step, settings: StepSettings, seed: int, mesh: Mesh, params
     return jax.jit(build, out_shardings=step.state_shardings, donate_argnums=0)(params, anchor_key)
 
 
-def abstract_state(step: Step, settings: StepSettings, mesh: Mesh) -> TrainState:
+def abstract_state(step: Step, settings: StepSettings) -> TrainState:
     """Shapes, dtypes and shardings of the state, without arrays: for compiling ahead and for restoring."""
-    params = weights.abstract(step.specs, mesh)
+    params = weights.abstract(step.specs, step.meshes.drafter)
 
     def build(params: Params) -> TrainState:
         return TrainState(
@@ -266,10 +312,20 @@ def abstract_state(step: Step, settings: StepSettings, mesh: Mesh) -> TrainState
     )
 
 
-def abstract_batch(step: Step, rows: int, seq: int) -> Batch:
-    """Shape of a batch of `rows` rows at bucket edge `seq`."""
-    tokens, vector = ((rows, seq), jnp.int32), ((rows,), jnp.int32)
-    shapes = Batch(tokens, ((rows, seq), jnp.bool_), vector, vector, ((), jnp.int32))
-    return jax.tree.map(
-        lambda sharding, shape: jax.ShapeDtypeStruct(*shape, sharding=sharding), step.batch_shardings, shapes
+def abstract_batch(shardings: Batch, bucket: Bucket) -> Batch:
+    """Shapes of a bucket's batches."""
+    tokens, vector = ((bucket.rows, bucket.edge), jnp.int32), ((bucket.rows,), jnp.int32)
+    shapes = Batch(tokens, (tokens[0], jnp.bool_), vector, vector, ((), jnp.int32))
+    return jax.tree.map(lambda sharding, shape: jax.ShapeDtypeStruct(*shape, sharding=sharding), shardings, shapes)
+
+
+def abstract_features(step: Step, settings: StepSettings, bucket: Bucket) -> Features:
+    """Shapes of a bucket's features."""
+    shape = (bucket.rows, bucket.edge, settings.target.hidden_size)
+    return Features(
+        abstract_batch(step.feature_shardings.batch, bucket),
+        tuple(
+            jax.ShapeDtypeStruct(shape, settings.compute_dtype, sharding=sharding)
+            for sharding in step.feature_shardings.taps
+        ),
     )

@@ -8,16 +8,17 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from dflash_jax.data.buckets import Bucket
 from dflash_jax.data.loader import PREFETCH, Batch, BatchSource, place, read_ahead
 from dflash_jax.data.plan import FILLER, plan_epoch
 from dflash_jax.data.records import open_records, prepare
 from dflash_jax.parallel import mesh_of
 from tests.fixtures import ROWS, conversation, write_jsonl
 
-EDGES = (16, 24, 48)
-BATCH_SIZE, SEED = 4, 3
+BUCKETS = (Bucket(16, 8), Bucket(24, 4), Bucket(48, 4))
+ORDER, SEED = "interleave", 3
 ROW_COUNT = 22
-PER_EPOCH = 6
+PER_EPOCH = 5
 BATCHES = 2 * PER_EPOCH + 3
 
 
@@ -42,31 +43,35 @@ def records(rows, chat, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def source(records):
-    return BatchSource(records, EDGES, BATCH_SIZE, SEED, BATCHES)
+    return BatchSource(records, BUCKETS, ORDER, SEED, BATCHES)
 
 
 def assert_equal_batches(left, right):
-    assert (left.batch_id, left.edge, left.tokens) == (right.batch_id, right.edge, right.tokens)
+    for name in ("batch_id", "epoch", "edge", "tokens", "padded_tokens"):
+        assert getattr(left, name) == getattr(right, name)
     jax.tree.map(np.testing.assert_array_equal, left.arrays, right.arrays)
 
 
 class TestBatches:
     def test_they_follow_the_plan_epoch_after_epoch(self, source, records):
         assert len(source) == BATCHES
-        planned = [batch for epoch in range(3) for batch in plan_epoch(records.lengths, EDGES, BATCH_SIZE, SEED, epoch)]
+        assert source.per_epoch == PER_EPOCH == sum(source.batches_at.values())
+        planned = [batch for epoch in range(3) for batch in plan_epoch(records.lengths, BUCKETS, ORDER, SEED, epoch)]
         for batch_id in range(BATCHES):
             loaded = source[batch_id]
             assert loaded.batch_id == batch_id
             assert loaded.edge == planned[batch_id].edge
             np.testing.assert_array_equal(loaded.arrays.row_ids, planned[batch_id].rows)
-            assert loaded.arrays.epoch == batch_id // PER_EPOCH
+            assert loaded.epoch == loaded.arrays.epoch == batch_id // PER_EPOCH
 
     def test_shapes_and_types(self, source):
         for batch_id in range(BATCHES):
             loaded = source[batch_id]
             arrays = loaded.arrays
-            assert arrays.tokens.shape == arrays.loss_mask.shape == (BATCH_SIZE, loaded.edge)
-            assert arrays.lengths.shape == arrays.row_ids.shape == (BATCH_SIZE,)
+            rows = {bucket.edge: bucket.rows for bucket in BUCKETS}[loaded.edge]
+            assert arrays.tokens.shape == arrays.loss_mask.shape == (rows, loaded.edge)
+            assert arrays.lengths.shape == arrays.row_ids.shape == (rows,)
+            assert loaded.padded_tokens == rows * loaded.edge
             assert (arrays.tokens.dtype, arrays.loss_mask.dtype) == (np.int32, bool)
             assert arrays.lengths.dtype == arrays.row_ids.dtype == arrays.epoch.dtype == np.int32
 
@@ -82,9 +87,13 @@ class TestBatches:
                 assert not arrays.tokens[slot, length:].any()
                 assert not arrays.loss_mask[slot, length:].any()
 
-    def test_the_last_batch_of_an_epoch_has_filler_rows(self, source):
-        fillers = [int((source[batch_id].arrays.row_ids == FILLER).sum()) for batch_id in range(PER_EPOCH)]
-        assert fillers == [0, 0, 0, 0, 0, 2]
+    def test_empty_rows_stand_at_the_end_of_a_batch(self, source):
+        fillers = 0
+        for batch_id in range(PER_EPOCH):
+            empty = source[batch_id].arrays.row_ids == FILLER
+            fillers += empty.sum()
+            assert empty.tolist() == sorted(empty)
+        assert fillers > 0
 
     def test_tokens_count_the_real_ones(self, source, records):
         assert sum(source[batch_id].tokens for batch_id in range(PER_EPOCH)) == records.manifest.tokens
@@ -93,11 +102,11 @@ class TestBatches:
 
     def test_a_batch_does_not_depend_on_what_was_read_before(self, source, records):
         for batch_id in (BATCHES - 1, 0, PER_EPOCH, 2):
-            fresh = BatchSource(records, EDGES, BATCH_SIZE, SEED, BATCHES)
+            fresh = BatchSource(records, BUCKETS, ORDER, SEED, BATCHES)
             assert_equal_batches(source[batch_id], fresh[batch_id])
 
     def test_nor_on_how_long_the_run_is(self, source, records):
-        longer = BatchSource(records, EDGES, BATCH_SIZE, SEED, 10 * BATCHES)
+        longer = BatchSource(records, BUCKETS, ORDER, SEED, 10 * BATCHES)
         assert_equal_batches(source[BATCHES - 1], longer[BATCHES - 1])
 
 
@@ -111,11 +120,16 @@ class TestReadAhead:
             assert_equal_batches(batch, source[batch.batch_id])
 
     def test_a_run_longer_than_the_read_ahead_stays_in_order(self, records):
-        source = BatchSource(records, EDGES, BATCH_SIZE, SEED, 3 * PREFETCH)
+        source = BatchSource(records, BUCKETS, ORDER, SEED, 3 * PREFETCH)
         assert [batch.batch_id for batch in read_ahead(source, 0, 3)] == list(range(3 * PREFETCH))
 
     def test_nothing_is_left_at_the_end(self, source):
         assert list(read_ahead(source, BATCHES, 2)) == []
+
+    def test_what_waited_comes_first(self, source):
+        loaded = list(read_ahead(source, BATCHES - 2, 2, first=(3, 5)))
+        assert [batch.batch_id for batch in loaded] == [3, 5, BATCHES - 2, BATCHES - 1]
+        assert_equal_batches(loaded[1], source[5])
 
     def test_a_reader_may_stop_early(self, source):
         assert [batch.batch_id for batch in islice(read_ahead(source, 2, 2), 3)] == [2, 3, 4]

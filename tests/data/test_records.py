@@ -8,6 +8,7 @@ import pytest
 
 from dflash_jax.data.chat import ChatTokenizer
 from dflash_jax.data.conversations import parse_row
+from dflash_jax.data.buckets import Bucket
 from dflash_jax.data.loader import BatchSource
 from dflash_jax.data.records import FORMAT, open_records, pack, prepare, unpack
 from dflash_jax.errors import UserError
@@ -59,7 +60,7 @@ class TestPrepare:
     def test_every_row_is_kept_in_the_order_of_the_file(self, run, tmp_path, chat):
         run(*GOOD)
         records = open_records(tmp_path / "records")
-        source = BatchSource(records, (MAX_LENGTH,), batch_size=4, seed=0, batches=1)
+        source = BatchSource(records, (Bucket(MAX_LENGTH, 4),), "shuffle", seed=0, batches=1)
         batch = source[0].arrays
         expected = [chat.encode(parse_row(json.dumps(row))) for row in GOOD]
         assert records.lengths.tolist() == [len(tokens) for tokens, _ in expected]
@@ -73,7 +74,7 @@ class TestPrepare:
         manifest = run(*GOOD, *GOOD[:3])
         assert manifest.files == tuple(f"records-0000{i}.arrayrecord" for i in range(3))
         records = open_records(tmp_path / "records")
-        source = BatchSource(records, (MAX_LENGTH,), batch_size=7, seed=0, batches=1)
+        source = BatchSource(records, (Bucket(MAX_LENGTH, 7),), "shuffle", seed=0, batches=1)
         batch = source[0].arrays
         for slot, row_id in enumerate(batch.row_ids):
             tokens, _ = chat.encode(parse_row(json.dumps(GOOD[row_id % 4])))

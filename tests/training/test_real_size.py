@@ -1,17 +1,15 @@
 """Qwen3-8B with its drafter at real size, compiled for an eight-device mesh from shapes alone."""
 
-import math
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import pytest
 
 from dflash_jax.config import decay_gamma, load_config
+from dflash_jax.data.buckets import Bucket, make_buckets
 from dflash_jax.models import weights
 from dflash_jax.models.architecture import Rope, TargetArchitecture, check_mesh, resolve_drafter
 from dflash_jax.models.target import Target
-from dflash_jax.parallel import mesh_of
+from dflash_jax.parallel import Meshes, bytes_per_device, mesh_of
 from dflash_jax.training.compiled import compile_step
 from dflash_jax.training.optimizer import make_optimizer, make_schedule
 from dflash_jax.training.step import StepSettings, abstract_state, make_step
@@ -36,12 +34,6 @@ QWEN3_8B = TargetArchitecture(
 GIB = 2**30
 
 
-def bytes_per_device(abstract):
-    """Bytes that a tree of sharded shapes takes on one device; the PRNG key is left out."""
-    arrays = [leaf for leaf in jax.tree.leaves(abstract) if not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)]
-    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in arrays)
-
-
 @pytest.fixture(scope="module")
 def recipe():
     return load_config(Path(__file__).parents[2] / "configs" / "qwen3_8b.yaml")
@@ -57,15 +49,18 @@ def test_qwen3_8b_compiles(recipe, capsys):
     optimizer = make_optimizer(recipe.optimizer, schedule)
     gamma = decay_gamma(recipe.training, drafter.block_size)
     assert (drafter.block_size, drafter.num_layers, recipe.training.anchors, gamma) == (16, 5, 512, 7.0)
-    assert recipe.data.edges == (3072,)
+    longest = recipe.data.max_length
+    assert longest == 3072
+    buckets = make_buckets((longest,), recipe.training.batch_size, recipe.training.tokens_per_batch, 8)
+    assert buckets == (Bucket(3072, 8),)
     settings = StepSettings(drafter, QWEN3_8B, optimizer, schedule, recipe.training.anchors, gamma, "bfloat16")
-    step = make_step(settings, mesh)
+    step = make_step(settings, Meshes(mesh, mesh))
     assert weights.count(step.specs) == 1_048_626_432
-    compiled = compile_step(step, settings, mesh, recipe.training.batch_size, recipe.data.edges)
+    compiled = compile_step(step, settings, buckets)
 
     _, specs = weights.split(Target(QWEN3_8B))
     target = bytes_per_device(weights.abstract(specs, mesh, "bfloat16"))
-    state = bytes_per_device(abstract_state(step, settings, mesh))
+    state = bytes_per_device(abstract_state(step, settings))
     with capsys.disabled():
         print(f"\nQwen3-8B on {dict(mesh.shape)}, a device: target {target / GIB:.2f} GiB, state {state / GIB:.2f} GiB")
         for item in compiled.all():

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from dflash_jax.config import OptimizerSection
+from dflash_jax.data.buckets import Bucket
 from dflash_jax.data.loader import Batch
 from dflash_jax.models import weights
 from dflash_jax.models.target import Target
-from dflash_jax.parallel import mesh_of
 from dflash_jax.training.compiled import compile_step
 from dflash_jax.training.optimizer import make_optimizer, make_schedule
 from dflash_jax.training.step import StepSettings, init_state, make_step, tables_of
-from tests.helpers import random_params, tiny_drafter, tiny_target
+from tests.helpers import colocated, features_of, random_params, tiny_drafter, tiny_target
 
 ROWS, SEQ = 32, 32
 
@@ -41,13 +41,13 @@ def random_rows(seed, rows=ROWS):
 
 def run(mesh_shape, accumulation, steps=2):
     """Losses, norms, accuracies and final weights of a few steps."""
-    mesh, settings = mesh_of(mesh_shape), make_settings()
-    step = make_step(settings, mesh)
+    meshes, settings = colocated(mesh_shape), make_settings()
+    step = make_step(settings, meshes)
     _, specs = weights.split(Target(settings.target))
-    target_params = random_params(specs, mesh, 0)
-    state = init_state(step, settings, 0, mesh, random_params(step.specs, mesh, 1))
+    target_params = random_params(specs, meshes.target, 0)
+    state = init_state(step, settings, 0, random_params(step.specs, meshes.drafter, 1))
     rows = ROWS // accumulation
-    compiled = compile_step(step, settings, mesh, rows, (SEQ,))
+    compiled = compile_step(step, settings, (Bucket(SEQ, rows),))
     history = []
     for number in range(steps):
         whole = random_rows(number)
@@ -55,8 +55,9 @@ def run(mesh_shape, accumulation, steps=2):
             mine = slice(part * rows, (part + 1) * rows)
             cut = jax.tree.map(lambda x, mine=mine: x[mine] if np.ndim(x) else x, whole)
             batch = jax.device_put(cut, step.batch_shardings)
-            features = compiled.features(target_params, batch)
-            state = compiled.accumulate(state, tables_of(target_params), features)
+            features = features_of(compiled, target_params, batch)
+            state, finished = compiled.accumulate(state, tables_of(target_params), features)
+            assert finished == cut.lengths.sum()
         state, metrics = compiled.update(state)
         history.append(jax.device_get(metrics))
     return history, jax.device_get(state.params), compiled
@@ -103,22 +104,22 @@ def test_norm_is_one_reduction(reference):
 
 def test_one_executable_a_shape():
     """Compiled ahead: another shape is an error, not a compile."""
-    mesh, settings = mesh_of((8, 1, 1)), make_settings()
-    step = make_step(settings, mesh)
-    compiled = compile_step(step, settings, mesh, ROWS, (SEQ,))
+    meshes, settings = colocated((8, 1, 1)), make_settings()
+    step = make_step(settings, meshes)
+    compiled = compile_step(step, settings, (Bucket(SEQ, ROWS),))
     batch = random_rows(0)
     foreign = replace(batch, tokens=batch.tokens[:, :16], loss_mask=batch.loss_mask[:, :16])
-    with pytest.raises(ValueError, match="16 was not compiled"):
+    with pytest.raises(ValueError, match=f"{ROWS}x16 tokens was not compiled; known bucket edges: .{SEQ}."):
         compiled.features({}, foreign)
 
 
 def test_jit_compiles_once_a_shape():
     """The state keeps its sharding from init through every step, so plain jit compiles each function once."""
-    mesh, settings = mesh_of((2, 2, 2)), make_settings()
-    step = make_step(settings, mesh)
+    meshes, settings = colocated((2, 2, 2)), make_settings()
+    step = make_step(settings, meshes)
     _, specs = weights.split(Target(settings.target))
-    target_params = random_params(specs, mesh, 0)
-    state = init_state(step, settings, 0, mesh)
+    target_params = random_params(specs, meshes.target, 0)
+    state = init_state(step, settings, 0)
     batches = [jax.device_put(random_rows(number), step.batch_shardings) for number in range(3)]
     compiles = []
 
@@ -129,7 +130,8 @@ def test_jit_compiles_once_a_shape():
     jax.monitoring.register_event_duration_secs_listener(note)
     try:
         for batch in batches:
-            state = step.accumulate(state, tables_of(target_params), step.features(target_params, batch))
+            features = features_of(step, target_params, batch)
+            state, _ = step.accumulate(state, tables_of(target_params), features)
             state, _ = step.update(state)
     finally:
         jax.monitoring.unregister_event_duration_listener(note)
@@ -138,16 +140,16 @@ def test_jit_compiles_once_a_shape():
 
 def test_rows_without_anchors_weigh_nothing():
     """A batch of only such rows gives zero loss and norm, and leaves the weights alone."""
-    mesh, settings = mesh_of((1, 1, 1)), make_settings()
-    step = make_step(settings, mesh)
+    meshes, settings = colocated((1, 1, 1)), make_settings()
+    step = make_step(settings, meshes)
     _, specs = weights.split(Target(settings.target))
-    target_params = random_params(specs, mesh, 0)
-    state = init_state(step, settings, 0, mesh)
+    target_params = random_params(specs, meshes.target, 0)
+    state = init_state(step, settings, 0)
     before = jax.device_get(state.params)
     batch = random_rows(0)
     batch = replace(batch, loss_mask=np.zeros_like(batch.loss_mask))
-    features = step.features(target_params, jax.device_put(batch, step.batch_shardings))
-    state, metrics = step.update(step.accumulate(state, tables_of(target_params), features))
+    features = features_of(step, target_params, jax.device_put(batch, step.batch_shardings))
+    state, metrics = step.update(step.accumulate(state, tables_of(target_params), features)[0])
     metrics = jax.device_get(metrics)
     assert metrics["loss"] == metrics["grad_norm"] == metrics["anchors"] == 0
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), before)

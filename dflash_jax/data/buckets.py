@@ -1,0 +1,77 @@
+"""Length buckets: which sequence lengths exist, and how many rows make a batch of each. Pure numpy."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dflash_jax.errors import UserError
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One shape of a run's batches."""
+
+    edge: int
+    """Padded length of its rows."""
+    rows: int
+    """Rows of a batch, over all devices."""
+
+
+Buckets = tuple[Bucket, ...]
+"""Ascending edges."""
+
+
+def check_edges(edges: tuple[int, ...], multiple: int, block_size: int) -> None:
+    """Raise `UserError` unless every edge holds a block and is a multiple of `multiple`."""
+    if edges[0] < block_size:
+        raise UserError(f"data.bucket_edges: the edge {edges[0]} is below the block size {block_size}")
+    for edge in edges:
+        if edge % multiple:
+            raise UserError(
+                f"data.bucket_edges: {edge} is no multiple of {multiple}; change it or set data.edge_multiple"
+            )
+
+
+def choose_edges(lengths: np.ndarray, count: int, multiple: int) -> tuple[int, ...]:
+    """The at most `count` multiples of `multiple` that minimise padding, each row padded to the smallest that holds it.
+
+    Exact, by dynamic programming over the rounded lengths: `cost[j]` after k rounds is the least number of padded
+    tokens of all rows up to candidate j with k edges, the last of them j. O(count * candidates^2).
+    """
+    candidates, rows = np.unique(-(-lengths.astype(np.int64) // multiple) * multiple, return_counts=True)
+    held = np.concatenate([[0], np.cumsum(rows)])
+    cost = candidates * held[1:]
+    before: list[np.ndarray] = []
+    for _ in range(min(count, len(candidates)) - 1):
+        # From candidate i (rows up to it are paid for) to edge j > i: the rows between are padded to j.
+        through = cost[:, None] + candidates[None, :] * (held[None, 1:] - held[1:, None])
+        through = np.where(np.tri(len(candidates), dtype=bool), np.iinfo(np.int64).max, through)
+        before.append(through.argmin(axis=0))
+        cost = np.minimum(cost, through.min(axis=0))
+    # An edge that cannot have a predecessor (or needs none) is the first: its own cost was the smaller one.
+    edges, last = [], len(candidates) - 1
+    for level in reversed(range(len(before))):
+        edges.append(int(candidates[last]))
+        last = int(before[level][last])
+    return tuple(sorted({*edges, int(candidates[last])}))
+
+
+def make_buckets(edges: tuple[int, ...], batch_size: int | None, tokens_per_batch: int | None, shards: int) -> Buckets:
+    """Rows of each bucket: `batch_size`, or as many as the token budget holds in multiples of `shards`.
+
+    Raises:
+        UserError: the batch size is no multiple of `shards`, or the budget too small for a row a shard.
+    """
+    if batch_size is not None:
+        if batch_size % shards:
+            raise UserError(
+                f"training.batch_size {batch_size} is no multiple of {shards}, the number of parts that the devices "
+                "split a batch into (data x fsdp; of both meshes under pipeline.placement split)"
+            )
+        return tuple(Bucket(edge, batch_size) for edge in edges)
+    if tokens_per_batch < edges[-1] * shards:
+        raise UserError(
+            f"training.tokens_per_batch {tokens_per_batch} does not hold a row of the longest bucket ({edges[-1]} "
+            f"tokens) for each of the {shards} parts of a batch; give at least {edges[-1] * shards}"
+        )
+    return tuple(Bucket(edge, tokens_per_batch // edge // shards * shards) for edge in edges)

@@ -1,0 +1,49 @@
+"""Edges with the least padding, and the rows of a batch."""
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from dflash_jax.data.buckets import Bucket, check_edges, choose_edges, make_buckets
+from dflash_jax.errors import UserError
+
+
+def padded_tokens(lengths, edges):
+    return sum(min(edge for edge in edges if edge >= length) for length in lengths)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_automatic_edges_are_the_best_there_are(seed):
+    """Against every choice of multiples, on fresh lengths."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 60, rng.integers(1, 40))
+    multiple, count = int(rng.integers(1, 6)), int(rng.integers(1, 5))
+    edges = choose_edges(lengths, count, multiple)
+    assert len(edges) <= count
+    assert all(edge % multiple == 0 for edge in edges)
+    *below, top = sorted({-(-int(length) // multiple) * multiple for length in lengths})
+    choices = [(*some, top) for number in range(count) for some in combinations(below, number)]
+    assert padded_tokens(lengths, edges) == min(padded_tokens(lengths, choice) for choice in choices)
+
+
+def test_no_more_edges_than_lengths():
+    assert choose_edges(np.array([5, 5, 30], np.int32), 8, 16) == (16, 32)
+    assert choose_edges(np.array([7], np.int32), 1, 16) == (16,)
+
+
+def test_given_edges_are_checked():
+    check_edges((16, 48), 16, 16)
+    with pytest.raises(UserError, match="the edge 8 is below the block size 16"):
+        check_edges((8, 48), 8, 16)
+    with pytest.raises(UserError, match=r"bucket_edges: 40 is no multiple of 16.*edge_multiple"):
+        check_edges((16, 40), 16, 16)
+
+
+def test_rows_of_a_batch():
+    assert make_buckets((16, 64), 8, None, 4) == (Bucket(16, 8), Bucket(64, 8))
+    assert make_buckets((16, 48, 64), None, 512, 4) == (Bucket(16, 32), Bucket(48, 8), Bucket(64, 8))
+    with pytest.raises(UserError, match="batch_size 6 is no multiple of 4"):
+        make_buckets((16,), 6, None, 4)
+    with pytest.raises(UserError, match=r"tokens_per_batch 255 does not hold a row .*64 tokens.* at least 256"):
+        make_buckets((16, 64), None, 255, 4)
