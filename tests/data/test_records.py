@@ -6,9 +6,9 @@ import os
 import numpy as np
 import pytest
 
+from dflash_jax.data.buckets import Bucket
 from dflash_jax.data.chat import ChatTokenizer
 from dflash_jax.data.conversations import parse_row
-from dflash_jax.data.buckets import Bucket
 from dflash_jax.data.loader import BatchSource
 from dflash_jax.data.records import FORMAT, open_records, pack, prepare, unpack
 from dflash_jax.errors import UserError

@@ -18,6 +18,7 @@ from tests.training.test_loop import QUICKSTART, interrupt_after, rows_of, value
 
 ROWS, STEPS = 24, 8
 """24 rows divide over meshes of 8, 6, 4 and 2 devices."""
+EDGES = (96, 112, 160)
 SLOTS, MIN_READY = 6, 4
 STEP_KEYS = ("loss", "grad_norm", "accuracy", "tokens", "padded_tokens", "anchors", "bucket_share")
 
@@ -32,7 +33,7 @@ def recipe(folder, *overrides):
         "training.anchors=6",
         "training.checkpoint_every=3",
         "drafter.layers=1",
-        "data.bucket_edges=[64,96,160]",
+        f"data.bucket_edges={list(EDGES)}",
         f"data.train={folder.parent / 'rows.jsonl'}",
         "evaluation.prompts=null",
         "evaluation.every=null",
@@ -132,14 +133,14 @@ def test_fusion_as_one_product(workspace, monkeypatch):
         np.testing.assert_allclose(packed, split, rtol=1e-5)
 
 
-def test_features_in_memory_never_exceed_the_slots(workspace, monkeypatch):
+@pytest.mark.parametrize("placement", ["colocated", "split"])
+def test_features_in_memory_never_exceed_the_slots(workspace, placement, monkeypatch):
     """Counted on live arrays whenever a batch enters the pool or a step has taken one."""
     peaks = []
 
-    def count(edges=(64, 96, 160)):
-        live = [
-            array for array in jax.live_arrays() if array.ndim == 3 and array.shape[:2] in {(ROWS, e) for e in edges}
-        ]
+    def count():
+        shapes = {(ROWS, edge) for edge in EDGES}
+        live = [array for array in jax.live_arrays() if array.ndim == 3 and array.shape[:2] in shapes]
         peaks.append(len(live) / 3)  # three taps
 
     put, give_back = FeaturePool.put, FeaturePool.give_back
@@ -155,7 +156,8 @@ def test_features_in_memory_never_exceed_the_slots(workspace, monkeypatch):
     monkeypatch.setattr(FeaturePool, "put", counting_put)
     monkeypatch.setattr(FeaturePool, "give_back", counting_give_back)
     gc.collect()
-    train(recipe(workspace / "counted"))
+    split = ("pipeline.placement=split", "pipeline.target_devices=6") if placement == "split" else ()
+    train(recipe(workspace / f"counted-{placement}", *split))
     assert len(peaks) == 4 * STEPS
     assert max(peaks) <= SLOTS
     assert max(peaks) > MIN_READY - 1
@@ -240,7 +242,7 @@ def test_no_compile_after_warm_up(workspace):
     summary = train(recipe(folder, "training.steps=null", "training.epochs=2"))
     assert summary.compiles == []
     seen = {edge for row in rows_of(folder) for edge in row["bucket_share"]}
-    assert seen == {"64", "96", "160"}
+    assert seen == set(map(str, EDGES))
 
 
 def test_a_foreign_shape_raises_with_the_shape(workspace, monkeypatch):
