@@ -66,20 +66,20 @@ def prepare(arguments: argparse.Namespace) -> None:
 def print_plan(arguments: argparse.Namespace, lengths) -> None:
     from rich.console import Console
 
-    from dflash_jax.data.buckets import check_edges, choose_edges, make_buckets
+    from dflash_jax.data.buckets import check_edges, choose_buckets, make_buckets
     from dflash_jax.data.plan import epoch_shares
     from dflash_jax.data.table import plan_table
     from dflash_jax.errors import UserError
 
-    edges = arguments.bucket_edges
-    if edges is None:
-        edges = choose_edges(lengths, arguments.buckets, arguments.edge_multiple)
-    else:
-        check_edges(edges, arguments.edge_multiple, 1)
     if arguments.batch_size and arguments.tokens_per_batch:
         raise UserError("give one of --batch-size and --tokens-per-batch, not both")
-    rows = arguments.batch_size or (None if arguments.tokens_per_batch else 8)
-    buckets = make_buckets(edges, rows, arguments.tokens_per_batch, arguments.shards)
+    batch_size = arguments.batch_size or (None if arguments.tokens_per_batch else 8)
+    rows = (batch_size, arguments.tokens_per_batch, arguments.shards)
+    if arguments.bucket_edges is None:
+        buckets = choose_buckets(lengths, arguments.buckets, arguments.edge_multiple, *rows)
+    else:
+        check_edges(arguments.bucket_edges, arguments.edge_multiple, 1)
+        buckets = make_buckets(arguments.bucket_edges, *rows)
     Console().print(plan_table(epoch_shares(lengths, buckets, arguments.seed)))
 
 

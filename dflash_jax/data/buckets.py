@@ -38,7 +38,7 @@ def choose_edges(lengths: np.ndarray, count: int, multiple: int) -> tuple[int, .
     Exact, by dynamic programming over the rounded lengths: `cost[j]` after k rounds is the least number of padded
     tokens of all rows up to candidate j with k edges, the last of them j. O(count * candidates^2).
     """
-    candidates, rows = np.unique(-(-lengths.astype(np.int64) // multiple) * multiple, return_counts=True)
+    candidates, rows = np.unique(_rounded_up(lengths, multiple), return_counts=True)
     held = np.concatenate([[0], np.cumsum(rows)])
     cost = candidates * held[1:]
     before: list[np.ndarray] = []
@@ -54,6 +54,59 @@ def choose_edges(lengths: np.ndarray, count: int, multiple: int) -> tuple[int, .
         edges.append(int(candidates[last]))
         last = int(before[level][last])
     return tuple(sorted({*edges, int(candidates[last])}))
+
+
+def choose_buckets(
+    lengths: np.ndarray, count: int, multiple: int, batch_size: int | None, tokens_per_batch: int | None, shards: int
+) -> Buckets:
+    """Automatic edges with their rows, for the least padding when batches are completed too.
+
+    `choose_edges` is exact for rows. What completing batches costs depends on how the rows of a bucket divide; on small
+    corpora it counts, so single edges are then moved as long as that pays.
+
+    Raises:
+        UserError: see `make_buckets`.
+    """
+    candidates, held = np.unique(_rounded_up(lengths, multiple), return_counts=True)
+    candidates, held = candidates.tolist(), [0, *np.cumsum(held).tolist()]
+
+    def lay_out(chosen: list[int]) -> tuple[int, Buckets]:
+        buckets = make_buckets(tuple(candidates[at] for at in chosen), batch_size, tokens_per_batch, shards)
+        sizes = [held[at + 1] - held[before + 1] for before, at in zip([-1, *chosen], chosen, strict=False)]
+        cut = zip(buckets, cut_into_batches(sizes, buckets), strict=True)
+        return sum(batches * bucket.rows * bucket.edge for bucket, (batches, _) in cut), buckets
+
+    chosen = [candidates.index(edge) for edge in choose_edges(lengths, count, multiple)]
+    best = lay_out(chosen)
+    improved = True
+    while improved:
+        improved = False
+        for place in range(len(chosen) - 1):
+            low = chosen[place - 1] + 1 if place else 0
+            for at in range(low, chosen[place + 1]):
+                moved = [*chosen[:place], at, *chosen[place + 1 :]]
+                found = lay_out(moved)
+                if found[0] < best[0]:
+                    chosen, best, improved = moved, found, True
+    return best[1]
+
+
+def cut_into_batches(sizes: list[int], buckets: Buckets) -> list[tuple[int, int]]:
+    """Of each bucket with so many rows: its batches, and the rows left over that move up to the next one.
+
+    Least padding, exactly: rows that fill no batch either get one of their own, completed by empty rows, or move up.
+    Bucket after bucket, `best` maps the number of rows that have moved up to the cheapest way to get there.
+    """
+    best: dict[int, tuple[int, list[tuple[int, int]]]] = {0: (0, [])}
+    for bucket, size in zip(buckets, sizes, strict=True):
+        found: dict[int, tuple[int, list[tuple[int, int]]]] = {}
+        for carried, (padded, counts) in best.items():
+            full, rest = divmod(size + carried, bucket.rows)
+            for batches, up in {(full + (rest > 0), 0), (full, rest)}:
+                way = (padded + batches * bucket.rows * bucket.edge, [*counts, (batches, up)])
+                found[up] = min(found.get(up, way), way)
+        best = found
+    return best[0][1]
 
 
 def make_buckets(edges: tuple[int, ...], batch_size: int | None, tokens_per_batch: int | None, shards: int) -> Buckets:
@@ -75,3 +128,7 @@ def make_buckets(edges: tuple[int, ...], batch_size: int | None, tokens_per_batc
             f"tokens) for each of the {shards} parts of a batch; give at least {edges[-1] * shards}"
         )
     return tuple(Bucket(edge, tokens_per_batch // edge // shards * shards) for edge in edges)
+
+
+def _rounded_up(lengths: np.ndarray, multiple: int) -> np.ndarray:
+    return -(-lengths.astype(np.int64) // multiple) * multiple

@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from dflash_jax.data.buckets import Buckets
+from dflash_jax.data.buckets import Buckets, cut_into_batches
 from dflash_jax.errors import UserError
 
 FILLER = -1
@@ -44,8 +44,8 @@ class BucketShare:
 def plan_epoch(lengths: np.ndarray, buckets: Buckets, order: Order, seed: int, epoch: int) -> list[PlannedBatch]:
     """Sort the shuffled rows into buckets, cut each bucket into batches, and put the batches in order.
 
-    Every row appears exactly once. Rows left over when a bucket is cut move up to the next one where that costs less
-    padding than filling their batch with empty rows.
+    Every row appears exactly once. Rows left over when a bucket is cut move up to the next one, or have their batch
+    completed by empty rows, as `cut_into_batches` says.
 
     Raises:
         UserError: a row is longer than the last edge.
@@ -110,15 +110,4 @@ def _bucket_of(lengths: np.ndarray, buckets: Buckets) -> np.ndarray:
 
 def _counts(lengths: np.ndarray, buckets: Buckets) -> list[tuple[int, int]]:
     """Of each bucket: its batches, and the rows left over that move up to the next."""
-    sizes = np.bincount(_bucket_of(lengths, buckets), minlength=len(buckets))
-    counts, up = [], 0
-    for index, bucket in enumerate(buckets):
-        rows = int(sizes[index]) + up
-        rest = rows % bucket.rows
-        up = 0
-        if index + 1 < len(buckets):
-            padding_above = rest * (buckets[index + 1].edge - bucket.edge)
-            padding_here = (bucket.rows - rest) * bucket.edge
-            up = rest if padding_above < padding_here else 0
-        counts.append((-(-(rows - up) // bucket.rows), up))
-    return counts
+    return cut_into_batches(np.bincount(_bucket_of(lengths, buckets), minlength=len(buckets)).tolist(), buckets)

@@ -11,7 +11,9 @@ def plan_table(shares: Sequence[BucketShare]) -> Table:
     """Bucket by bucket and in sum: rows, batches, shares of batches and of real tokens, and what is padding."""
     batches, tokens = sum(share.batches for share in shares), sum(share.tokens for share in shares)
     padded = sum(share.padded_tokens for share in shares)
-    table = Table(title=f"padding efficiency {tokens / padded:.3f}", title_justify="left")
+    of_rows = tokens / sum(share.rows * share.edge for share in shares)
+    title = f"padding efficiency {tokens / padded:.3f} ({of_rows:.3f} without the empty rows)"
+    table = Table(title=title, title_justify="left")
     for name in ("bucket", "rows", "rows/batch", "batches", "of batches", "of tokens", "padding"):
         table.add_column(name, justify="right")
     for share in shares:

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from dflash_jax.config import Config
-from dflash_jax.data.buckets import Buckets, check_edges, choose_edges, make_buckets
+from dflash_jax.data.buckets import Buckets, check_edges, choose_buckets, make_buckets
 from dflash_jax.errors import UserError
 from dflash_jax.models.architecture import (
     DrafterArchitecture,
@@ -50,10 +50,10 @@ def check_batch(config: Config, block_size: int, meshes: Meshes) -> None:
 
 def lay_out_buckets(config: Config, lengths: np.ndarray, block_size: int, meshes: Meshes) -> Buckets:
     """The buckets of a run: given, or chosen for its data."""
-    edges = config.data.bucket_edges
-    if edges is None:
-        edges = choose_edges(lengths, config.data.buckets, edge_multiple(config, block_size))
-    return make_buckets(edges, config.training.batch_size, config.training.tokens_per_batch, meshes.shards)
+    rows = (config.training.batch_size, config.training.tokens_per_batch, meshes.shards)
+    if config.data.bucket_edges is not None:
+        return make_buckets(config.data.bucket_edges, *rows)
+    return choose_buckets(lengths, config.data.buckets, edge_multiple(config, block_size), *rows)
 
 
 def edge_multiple(config: Config, block_size: int) -> int:

@@ -1,11 +1,18 @@
 """Edges with the least padding, and the rows of a batch."""
 
-from itertools import combinations
+from itertools import combinations, product
 
 import numpy as np
 import pytest
 
-from dflash_jax.data.buckets import Bucket, check_edges, choose_edges, make_buckets
+from dflash_jax.data.buckets import (
+    Bucket,
+    check_edges,
+    choose_buckets,
+    choose_edges,
+    cut_into_batches,
+    make_buckets,
+)
 from dflash_jax.errors import UserError
 
 
@@ -30,6 +37,54 @@ def test_automatic_edges_are_the_best_there_are(seed):
 def test_no_more_edges_than_lengths():
     assert choose_edges(np.array([5, 5, 30], np.int32), 8, 16) == (16, 32)
     assert choose_edges(np.array([7], np.int32), 1, 16) == (16,)
+
+
+def padding_of(cut, buckets):
+    return sum(batches * bucket.rows * bucket.edge for (batches, _), bucket in zip(cut, buckets, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_batches_are_cut_with_the_least_padding(seed):
+    """Against every choice of which buckets pass their left-over rows on; every row finds a place."""
+    rng = np.random.default_rng(seed)
+    count = int(rng.integers(1, 6))
+    edges = np.cumsum(rng.integers(1, 30, count)).tolist()
+    buckets = tuple(Bucket(edge, int(rng.integers(1, 9))) for edge in edges)
+    sizes = rng.integers(0, 30, count).tolist()
+    cut = cut_into_batches(sizes, buckets)
+    carried = 0
+    for size, bucket, (batches, up) in zip(sizes, buckets, cut, strict=True):
+        assert 0 <= batches * bucket.rows - (size + carried - up) < bucket.rows
+        carried = up
+    assert carried == 0
+
+    def cost(passes_on):
+        padded = carried = 0
+        for size, bucket, passes in zip(sizes, buckets, [*passes_on, False], strict=True):
+            full, rest = divmod(size + carried, bucket.rows)
+            carried = rest if passes else 0
+            padded += (full + (rest > 0 and not passes)) * bucket.rows * bucket.edge
+        return padded
+
+    assert padding_of(cut, buckets) == min(map(cost, product((False, True), repeat=count - 1)))
+
+
+@pytest.mark.parametrize("rows", [(8, None), (None, 512)], ids=["rows", "tokens"])
+def test_moving_edges_for_whole_batches_never_pads_more(rows):
+    rng = np.random.default_rng(0)
+    gained = 0
+    for _ in range(20):
+        lengths = rng.integers(3, 120, 60)
+        edges = choose_edges(lengths, 4, 8)
+        sizes = np.bincount(np.searchsorted(edges, lengths), minlength=len(edges)).tolist()
+        plain = make_buckets(edges, *rows, 2)
+        chosen = choose_buckets(lengths, 4, 8, *rows, 2)
+        found = np.bincount(np.searchsorted([b.edge for b in chosen], lengths), minlength=len(chosen)).tolist()
+        before = padding_of(cut_into_batches(sizes, plain), plain)
+        after = padding_of(cut_into_batches(found, chosen), chosen)
+        assert after <= before
+        gained += before - after
+    assert gained > 0
 
 
 def test_given_edges_are_checked():
