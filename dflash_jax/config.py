@@ -288,6 +288,17 @@ class TelemetrySection(Section):
     log_every: Count = 1
     wandb: Literal["disabled", "offline", "online"] = "disabled"
     wandb_project: str = "dflash_jax"
+    tensorboard: bool = False
+    """Event files in `<run>/tensorboard`; needs the extra `tensorboard`."""
+
+
+class MetricsSection(Section):
+    """What draft trees would accept, looked at now and then; all other drafting metrics are there at every step."""
+
+    every: Count = 50
+    """Optimizer steps between looks."""
+    blocks: Annotated[int, Field(ge=0)] = 64
+    """Blocks of a micro-batch that are looked at, about; 0: no trees."""
 
 
 class ExportSection(Section):
@@ -310,6 +321,7 @@ class Config(Section):
     optimizer: OptimizerSection = OptimizerSection()
     evaluation: EvaluationSection = EvaluationSection()
     telemetry: TelemetrySection = TelemetrySection()
+    metrics: MetricsSection = MetricsSection()
     export: ExportSection = ExportSection()
 
 

@@ -56,7 +56,9 @@ class GoldenStep:
         )
         optimizer = make_optimizer(OptimizerSection(b2=0.999), lambda count: jnp.float32(6e-4))
         gamma = config["loss_decay_gamma"]
-        self.settings = StepSettings(drafter, target, optimizer, lambda c: jnp.float32(6e-4), 12, gamma, jnp.float32)
+        self.settings = StepSettings(
+            drafter, target, optimizer, lambda c: jnp.float32(6e-4), 12, gamma, jnp.float32, edges=(64,)
+        )
         _, specs = weights.split(Target(target))
         self.step = make_step(self.settings, Meshes(self.mesh, self.mesh))
         self.target_params = place(specs, self.mesh, self.arrays("target."))
@@ -99,9 +101,11 @@ class GoldenStep:
         )
 
     def update(self):
-        gradient, sums = self.gradient_of(self.state.params, self.features)
+        gradient, (sums, _, _) = self.gradient_of(self.state.params, self.features)
         kept = jax.device_get((gradient, sums.weight))  # the update donates them
-        self.state, metrics = self.step.update(replace(self.state, gradient=gradient, sums=sums))
+        self.state, metrics = self.step.update(
+            replace(self.state, gradient=gradient, sums=self.state.sums.plus(0, sums))
+        )
         return *kept, metrics
 
 

@@ -1,4 +1,8 @@
-"""What is known about drafts, as sums that are added over micro-batches and devices and divided once."""
+"""What is known about drafts, as sums that are added over micro-batches and devices and divided once.
+
+Everything follows from ranks: the rank of a label is the number of tokens that the drafter holds more likely, 0 for a
+hit. Training, held-out data and decoding all go through `drafting_sums` and `drafting_metrics`.
+"""
 
 from dataclasses import dataclass
 
@@ -8,40 +12,72 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.parallel import Leaf
 
+TOPS = (1, 4, 8, 16)
+"""Accuracies: the label is among so many best tokens."""
+STREAK_TOPS = (1, 4, 8)
+"""Streaks: all labels up to some offset are among so many best tokens."""
+TREE_BUDGETS = (16, 64, 256)
+"""Node budgets of `ddtree_accept@`."""
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DraftingSums:
-    """Numerators and denominators of one optimizer step, on the device.
-
-    Counts are int32 scalars unless a shape is given.
-    """
+    """Numerators and denominators of one optimizer step, by length bucket, on the device. Counts are int32."""
 
     loss: Leaf
-    """float32: weighted cross-entropies."""
+    """`[buckets]` float32: weighted cross-entropies."""
     weight: Leaf
-    """float32: their weights, the global denominator of loss and gradient."""
-    correct_at: Leaf
-    """Labels that the drafter's argmax hits, `[offsets]`: offset 1..block-1."""
+    """`[buckets]` float32: their weights; summed, the global denominator of loss and gradient."""
+    hits_at: Leaf
+    """`[buckets, TOPS, offsets]`: labels among the best tokens; offset 1..block-1."""
     labels_at: Leaf
-    """Labels, `[offsets]`."""
-    streak: Leaf
-    """Leading hits, over blocks."""
+    """`[buckets, offsets]`."""
+    reached_at: Leaf
+    """`[buckets, offsets]`: labels behind hits only."""
+    kept_at: Leaf
+    """`[buckets, offsets]`: of those, hits."""
+    streaks: Leaf
+    """`[buckets, STREAK_TOPS]`: leading labels among the best tokens, over blocks."""
     blocks: Leaf
-    """Blocks, padding excluded."""
+    """`[buckets]`: blocks, padding excluded."""
+    tree_accepted: Leaf
+    """`[buckets, TREE_BUDGETS]`: leading labels inside the tree, over the blocks that were looked at."""
+    tree_blocks: Leaf
+    """`[buckets]`: those blocks."""
     tokens: Leaf
-    """Real tokens that the target read."""
+    """`[buckets]`: real tokens that the target read."""
     padded_tokens: Leaf
-    """Tokens of the padded shape, real ones included."""
+    """`[buckets]`: tokens of the padded shape, real ones included."""
 
     @classmethod
-    def zeros(cls, block_size: int) -> "DraftingSums":
-        by_offset = jnp.zeros((block_size - 1,), jnp.int32)
-        zero = jnp.zeros((), jnp.int32)
-        return cls(jnp.zeros(()), jnp.zeros(()), by_offset, by_offset, zero, zero, zero, zero)
+    def zeros(cls, block_size: int, buckets: int) -> "DraftingSums":
+        def counts(*shape: int) -> Array:
+            return jnp.zeros((buckets, *shape), jnp.int32)
 
-    def __add__(self, other: "DraftingSums") -> "DraftingSums":
-        return jax.tree.map(jnp.add, self, other)
+        offsets = block_size - 1
+        return cls(
+            loss=jnp.zeros((buckets,)),
+            weight=jnp.zeros((buckets,)),
+            hits_at=counts(len(TOPS), offsets),
+            labels_at=counts(offsets),
+            reached_at=counts(offsets),
+            kept_at=counts(offsets),
+            streaks=counts(len(STREAK_TOPS)),
+            blocks=counts(),
+            tree_accepted=counts(len(TREE_BUDGETS)),
+            tree_blocks=counts(),
+            tokens=counts(),
+            padded_tokens=counts(),
+        )
+
+    def plus(self, bucket: int, other: "DraftingSums") -> "DraftingSums":
+        """With one micro-batch of that bucket added; `other` has no bucket axis."""
+        return jax.tree.map(lambda mine, new: mine.at[bucket].add(new), self, other)
+
+    def total(self) -> "DraftingSums":
+        """Over all buckets, without that axis."""
+        return jax.tree.map(lambda x: x.sum(axis=0), self)
 
 
 def leading_run(hits: Bool[Array, "*batch offsets"]) -> Int[Array, "*batch"]:
@@ -49,45 +85,65 @@ def leading_run(hits: Bool[Array, "*batch offsets"]) -> Int[Array, "*batch"]:
     return jnp.cumprod(hits.astype(jnp.int32), axis=-1).sum(axis=-1)
 
 
-def leading_hits(correct: Bool[Array, "*batch offsets"], valid: Bool[Array, "*batch offsets"]) -> Int[Array, "*batch"]:
-    """Number of leading offsets whose label exists and is hit: what a greedy chain would accept of the block."""
-    return leading_run(correct & valid)
-
-
 def drafting_sums(
     loss: Float[Array, ""],
     weight: Float[Array, ""],
-    correct: Bool[Array, "batch blocks offsets"],
+    ranks: Int[Array, "batch blocks offsets"],
     valid: Bool[Array, "batch blocks offsets"],
     keep: Bool[Array, "batch blocks"],
     lengths: Int[Array, "batch"],
     seq: int,
 ) -> DraftingSums:
-    """The sums of a micro-batch of `seq`-padded rows."""
+    """The sums of a micro-batch of `seq`-padded rows, without a bucket axis and without trees."""
+    inside = [(ranks < top) & valid for top in TOPS]
+    hit = inside[0]
+    kept = jnp.cumprod(hit.astype(jnp.int32), axis=-1) > 0
+    reached = jnp.concatenate([jnp.ones_like(kept[..., :1]), kept[..., :-1]], axis=-1) & valid
+
+    def by_offset(flags: Array) -> Array:
+        return flags.sum(axis=(0, 1), dtype=jnp.int32)
+
     return DraftingSums(
         loss=loss,
         weight=weight,
-        correct_at=(correct & valid).sum(axis=(0, 1), dtype=jnp.int32),
-        labels_at=valid.sum(axis=(0, 1), dtype=jnp.int32),
-        streak=leading_hits(correct, valid).sum(dtype=jnp.int32),
+        hits_at=jnp.stack([by_offset(flags) for flags in inside]),
+        labels_at=by_offset(valid),
+        reached_at=by_offset(reached),
+        kept_at=by_offset(kept),
+        streaks=jnp.stack([leading_run(inside[TOPS.index(top)]).sum(dtype=jnp.int32) for top in STREAK_TOPS]),
         blocks=keep.sum(dtype=jnp.int32),
+        tree_accepted=jnp.zeros(len(TREE_BUDGETS), jnp.int32),
+        tree_blocks=jnp.int32(0),
         tokens=lengths.sum(dtype=jnp.int32),
         padded_tokens=jnp.int32(lengths.shape[0] * seq),
     )
 
 
 def drafting_metrics(sums: DraftingSums) -> dict[str, Array]:
-    """Divide once. A step without labels gives zeros, not NaN."""
-    streak = ratio(sums.streak, sums.blocks)
+    """Divide once; sums with a bucket axis give values with one. Without labels the values are zeros, not NaN."""
+    streaks = [ratio(sums.streaks[..., index], sums.blocks) for index in range(len(STREAK_TOPS))]
+    accuracies = [ratio(sums.hits_at[..., index, :].sum(-1), sums.labels_at.sum(-1)) for index in range(len(TOPS))]
     return {
         "loss": ratio(sums.loss, sums.weight),
-        "accuracy": ratio(sums.correct_at.sum(), sums.labels_at.sum()),
-        "accuracy_at": ratio(sums.correct_at, sums.labels_at),
-        "streak": streak,
-        "acceptance_length": 1.0 + streak,
+        "accuracy": accuracies[0],
+        **{f"top{top}_accuracy": value for top, value in zip(TOPS[1:], accuracies[1:], strict=True)},
+        "accuracy_at": ratio(sums.hits_at[..., 0, :], sums.labels_at),
+        "conditional_accuracy_at": ratio(sums.kept_at, sums.reached_at),
+        "streak": streaks[0],
+        **{f"ddtree_streak{top}": value for top, value in zip(STREAK_TOPS[1:], streaks[1:], strict=True)},
+        "acceptance_length": 1.0 + streaks[0],
         "tokens": sums.tokens,
         "padded_tokens": sums.padded_tokens,
         "anchors": sums.blocks,
+    }
+
+
+def tree_metrics(sums: DraftingSums) -> dict[str, Array]:
+    """`ddtree_accept@n`: mean accepted depth of the exact tree with n nodes; NaN where no block was looked at."""
+    accepted = [ratio(sums.tree_accepted[..., index], sums.tree_blocks) for index in range(len(TREE_BUDGETS))]
+    return {
+        f"ddtree_accept@{budget}": jnp.where(sums.tree_blocks > 0, value, jnp.nan)
+        for budget, value in zip(TREE_BUDGETS, accepted, strict=True)
     }
 
 

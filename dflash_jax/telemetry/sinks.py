@@ -1,4 +1,4 @@
-"""Where rows go: `metrics.jsonl`, the console, Weights & Biases."""
+"""Where rows go: `metrics.jsonl`, the console, Weights & Biases, TensorBoard."""
 
 import json
 import math
@@ -13,14 +13,20 @@ from dflash_jax.telemetry.stream import Row
 
 
 class JsonlSink:
-    """One JSON object a row, on disk before the next is taken. The source of truth of a run."""
+    """One JSON object a row, on disk before the next is taken. The source of truth of a run, so it is tried again."""
+
+    retries = True
 
     def __init__(self, path: Path):
         self._file: TextIO = path.open("a", encoding="utf-8")
+        self._good = self._file.tell()
 
     def write(self, row: Row) -> None:
+        self._file.seek(self._good)
+        self._file.truncate()  # what a failed write has left
         self._file.write(json.dumps(_finite(row), allow_nan=False) + "\n")
         self._file.flush()
+        self._good = self._file.tell()
 
     def close(self) -> None:
         self._file.close()
@@ -47,6 +53,7 @@ class ConsoleSink:
     """A live `rich` line on a terminal; elsewhere about `PLAIN_LINES` plain lines a run."""
 
     PLAIN_LINES = 20
+    retries = False
 
     def __init__(self, first_step: int, steps: int, console: Console | None = None):
         self._console = console or Console(stderr=True)
@@ -89,7 +96,9 @@ class ConsoleSink:
 
 
 class WandbSink:
-    """Weights & Biases; imported only when asked for."""
+    """Weights & Biases; imported only when asked for. It keeps and resends what the network holds up by itself."""
+
+    retries = False
 
     def __init__(self, mode: str, project: str, folder: Path, config: dict[str, Any], run_id: str, resumed: bool):
         import wandb
@@ -110,6 +119,25 @@ class WandbSink:
 
     def close(self) -> None:
         self._run.finish()
+
+
+class TensorBoardSink:
+    """TensorBoard event files, through tensorboardX (extra `tensorboard`)."""
+
+    retries = False
+
+    def __init__(self, folder: Path, first_step: int):
+        from tensorboardX import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), purge_step=first_step + 1)
+
+    def write(self, row: Row) -> None:
+        for key, value in flatten(row).items():
+            if isinstance(value, int | float) and key != "step":
+                self._writer.add_scalar(key, value, row["step"])
+
+    def close(self) -> None:
+        self._writer.close()
 
 
 def flatten(row: Row) -> Row:

@@ -10,6 +10,7 @@ import queue
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -23,13 +24,61 @@ IN_FLIGHT = 3
 Row = dict[str, Any]
 
 
+BACKLOG = 10_000
+"""Rows that are kept for a sink that is to be tried again."""
+
+
 @runtime_checkable
 class Sink(Protocol):
     """Something that takes rows, on the stream's thread."""
 
+    retries: bool
+    """What happens after a failure: the row is tried again before the next one, or the sink is dropped."""
+
     def write(self, row: Row) -> None: ...
 
     def close(self) -> None: ...
+
+
+class Outlet:
+    """A sink with its policy: a failure is reported once, and ends or holds up nothing else."""
+
+    def __init__(self, sink: Sink):
+        self._sink = sink
+        self._backlog: deque[Row] = deque(maxlen=BACKLOG)
+        self._failing = self._dropped = False
+
+    def write(self, row: Row) -> None:
+        """Write this row behind those that are still to be written."""
+        if self._dropped:
+            return
+        self._backlog.append(row)
+        try:
+            while self._backlog:
+                self._sink.write(self._backlog[0])
+                self._backlog.popleft()
+            self._failing = False
+        except Exception as error:  # a full disk or a lost network must not end the training
+            self._report(row, error)
+            self._dropped = not self._sink.retries
+
+    def close(self) -> None:
+        """A last try, and the end."""
+        if self._backlog and not self._dropped:
+            self.write(self._backlog.pop())
+        if self._backlog:
+            print(f"warning: {type(self._sink).__name__} lost {len(self._backlog)} rows", file=sys.stderr)
+        try:
+            self._sink.close()
+        except Exception as error:  # as above; a sink that failed may fail to close too
+            self._report({}, error)
+
+    def _report(self, row: Row, error: Exception) -> None:
+        if self._failing:
+            return
+        self._failing = True
+        what = "fails, its rows are kept and tried again" if self._sink.retries else "is dropped"
+        print(f"warning: {type(self._sink).__name__} {what}, at step {row.get('step')}: {error}", file=sys.stderr)
 
 
 class MetricStream:
@@ -41,7 +90,7 @@ class MetricStream:
             window: called when a row is made, on the stream's thread; its fields join the row.
         """
         self._window = window or dict
-        self._sinks = list(sinks)
+        self._outlets = [Outlet(sink) for sink in sinks]
         self._log_every = log_every
         self._arriving: queue.Queue[tuple[int, dict[str, Leaf], Row] | None] = queue.Queue()
         self._rows: queue.Queue[Row | None] = queue.Queue()
@@ -91,8 +140,8 @@ class MetricStream:
         self._threads[0].join()
         self._rows.put(None)
         self._threads[1].join()
-        for sink in self._sinks:
-            sink.close()
+        for outlet in self._outlets:
+            outlet.close()
 
     def _drain_steps(self) -> None:
         self._arriving.join()
@@ -106,7 +155,7 @@ class MetricStream:
         while (item := self._arriving.get()) is not None:
             step, metrics, known = item
             try:
-                values = {name: np.asarray(value) for name, value in metrics.items()}
+                values = jax.tree.map(np.asarray, metrics)
                 self._emit(step, values, known)
             except BaseException as error:  # handed to the stepping thread, which raises it
                 self._failure = self._failure or error
@@ -114,14 +163,14 @@ class MetricStream:
                 self._slots.release()
                 self._arriving.task_done()
 
-    def _emit(self, step: int, values: dict[str, np.ndarray], known: Row) -> None:
+    def _emit(self, step: int, values: dict[str, Any], known: Row) -> None:
         """Time the step by its arrival and pass on every `log_every`-th row."""
         now = time.perf_counter()
         steps, tokens, seconds = self._since_log
         steps, tokens, seconds = steps + 1, tokens + int(values["tokens"]), seconds + now - self._clock
         self._clock = now
         if step % self._log_every == 0:
-            row: Row = {"step": step, **{name: value.tolist() for name, value in values.items()}, **known}
+            row: Row = {"step": step, **jax.tree.map(np.ndarray.tolist, values), **known}
             row["step_seconds"] = seconds / steps
             row["tokens_per_second"] = tokens / max(seconds, 1e-9)
             row |= self._window()
@@ -131,10 +180,6 @@ class MetricStream:
 
     def _feed(self) -> None:
         while (row := self._rows.get()) is not None:
-            for sink in list(self._sinks):
-                try:
-                    sink.write(row)
-                except Exception as error:  # a full disk or a lost network must not end the training
-                    print(f"warning: {type(sink).__name__} stopped at step {row.get('step')}: {error}", file=sys.stderr)
-                    self._sinks.remove(sink)
+            for outlet in self._outlets:
+                outlet.write(row)
             self._rows.task_done()

@@ -215,9 +215,9 @@ def _locate(path: Path) -> Path:
 
 def _with_empty_sums(state: TrainState) -> TrainState:
     shardings = jax.tree.map(lambda x: x.sharding, (state.gradient, state.sums))
-    offsets = state.sums.correct_at.shape[0]
+    buckets, offsets = state.sums.labels_at.shape
     zeros = jax.jit(
-        lambda params: (jax.tree.map(jnp.zeros_like, params), DraftingSums.zeros(offsets + 1)),
+        lambda params: (jax.tree.map(jnp.zeros_like, params), DraftingSums.zeros(offsets + 1, buckets)),
         out_shardings=shardings,
     )
     gradient, sums = zeros(state.params)

@@ -32,7 +32,7 @@ from dflash_jax.models.huggingface import (
 )
 from dflash_jax.models.target import Target
 from dflash_jax.parallel import compiled_only, compute_dtype, make_meshes
-from dflash_jax.telemetry.sinks import ConsoleSink, JsonlSink, WandbSink, truncate_rows
+from dflash_jax.telemetry.sinks import ConsoleSink, JsonlSink, TensorBoardSink, WandbSink, truncate_rows
 from dflash_jax.telemetry.stages import DRAFTER, StageClock
 from dflash_jax.telemetry.stream import MetricStream, Sink
 from dflash_jax.training.checkpoint import Checkpoints, Position
@@ -131,6 +131,9 @@ def train(config: Config, resume: bool = False) -> Summary:
         anchors=config.training.anchors,
         gamma=gamma,
         compute_dtype=dtype,
+        edges=tuple(bucket.edge for bucket in buckets),
+        tree_every=config.metrics.every,
+        tree_blocks=config.metrics.blocks,
         split_fc=config.pipeline.split_fc,
         noise=make_noise(config.noise, steps),
     )
@@ -291,6 +294,8 @@ def make_sinks(config: Config, folder: RunFolder, position: Position, steps: int
         except Exception as error:  # no login, no network: its many exceptions have no common base
             folder.event("warning", text=f"Weights & Biases does not start: {error}")
             print(f"warning: Weights & Biases does not start, the run goes on without it: {error}", file=sys.stderr)
+    if config.telemetry.tensorboard:
+        sinks.append(TensorBoardSink(folder.path / "tensorboard", position.step))
     return sinks
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from dflash_jax.models.architecture import DrafterArchitecture
 from dflash_jax.models.drafter import scale_logits
@@ -32,8 +32,8 @@ def projected_cross_entropy(
     weights: Float[Array, "batch rows"],
     arch: DrafterArchitecture,
     batch_shards: int = 1,
-) -> tuple[Float[Array, ""], Bool[Array, "batch rows"]]:
-    """Weighted sum of cross-entropies, and whether each row's argmax is its label.
+) -> tuple[Float[Array, ""], Int[Array, "batch rows"]]:
+    """Weighted sum of cross-entropies, and each row's number of tokens with a larger logit than its label.
 
     Only `hidden` receives a gradient. `batch_shards` is the number of parts that the batch is split into over
     devices; it sets how many rows fit into `LOGIT_BUDGET`.
@@ -49,9 +49,9 @@ def projected_cross_entropy(
         x = jnp.pad(x, ((0, 0), (0, spare)) + ((0, 0),) * (x.ndim - 2))
         return jnp.moveaxis(x.reshape(batch, chunks, size, *x.shape[2:]), 1, 0)
 
-    total, correct = _chunked(cut(hidden), projection, cut(labels), cut(weights), arch)
-    correct = jnp.moveaxis(correct, 0, 1).reshape(batch, chunks * size)
-    return total, correct[:, :rows]
+    total, ranks = _chunked(cut(hidden), projection, cut(labels), cut(weights), arch)
+    ranks = jnp.moveaxis(ranks, 0, 1).reshape(batch, chunks * size)
+    return total, ranks[:, :rows]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -59,8 +59,8 @@ def _chunked(
     hidden: Array, projection: Array, labels: Array, weights: Array, arch: DrafterArchitecture
 ) -> tuple[Array, Array]:
     def visit(total: Array, chunk: tuple[Array, Array, Array]) -> tuple[Array, Array]:
-        loss, correct, _, _ = _chunk_loss(*chunk, projection, arch)
-        return total + loss, correct
+        loss, ranks, _, _ = _chunk_loss(*chunk, projection, arch)
+        return total + loss, ranks
 
     return jax.lax.scan(visit, jnp.float32(0), (hidden, labels, weights))
 
@@ -69,14 +69,14 @@ def _chunked_forward(
     hidden: Array, projection: Array, labels: Array, weights: Array, arch: DrafterArchitecture
 ) -> tuple[tuple[Array, Array], Array]:
     def visit(total: Array, chunk: tuple[Array, Array, Array]) -> tuple[Array, tuple[Array, Array]]:
-        loss, correct, gradient, to_raw = _chunk_loss(*chunk, projection, arch)
+        loss, ranks, gradient, to_raw = _chunk_loss(*chunk, projection, arch)
         (raw_gradient,) = to_raw(gradient)
         flat = raw_gradient.astype(chunk[0].dtype).reshape(-1, projection.shape[0])
         to_hidden = flat @ projection.astype(flat.dtype)
-        return total + loss, (correct, to_hidden.reshape(chunk[0].shape))
+        return total + loss, (ranks, to_hidden.reshape(chunk[0].shape))
 
-    total, (correct, to_hidden) = jax.lax.scan(visit, jnp.float32(0), (hidden, labels, weights))
-    return (total, correct), to_hidden
+    total, (ranks, to_hidden) = jax.lax.scan(visit, jnp.float32(0), (hidden, labels, weights))
+    return (total, ranks), to_hidden
 
 
 def _chunked_backward(arch: DrafterArchitecture, to_hidden: Array, cotangent: tuple[Array, Any]) -> tuple:
@@ -88,7 +88,7 @@ _chunked.defvjp(_chunked_forward, _chunked_backward)
 
 
 def _chunk_loss(hidden: Array, labels: Array, weights: Array, projection: Array, arch: DrafterArchitecture):
-    """Loss sum, hits, gradient of the scaled logits, and the map from that to the raw logits' gradient."""
+    """Loss sum, ranks of the labels, gradient of the scaled logits, the map from that to the raw logits' gradient."""
     raw = matmul(hidden, projection, jnp.float32)
     logits, to_raw = jax.vjp(lambda z: scale_logits(z, arch), raw)
     top = jnp.max(logits, axis=-1, keepdims=True)
@@ -98,7 +98,7 @@ def _chunk_loss(hidden: Array, labels: Array, weights: Array, projection: Array,
     is_label = jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1) == labels[..., None]
     label_logit = jnp.where(is_label, logits, 0.0).sum(axis=-1)
     nll = jnp.log(normaliser[..., 0]) + top[..., 0] - label_logit
-    # The label is the argmax iff its logit is the maximum: cheaper than an index reduction over the vocabulary.
-    correct = label_logit >= top[..., 0]
+    # A count in the pass that reads the logits anyway; sorting or an index reduction would read them once more.
+    ranks = (logits > label_logit[..., None]).sum(axis=-1, dtype=jnp.int32)
     gradient = weights[..., None] * (exponentials / normaliser - is_label.astype(jnp.float32))
-    return jnp.sum(weights * nll), correct, gradient, to_raw
+    return jnp.sum(weights * nll), ranks, gradient, to_raw

@@ -12,6 +12,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh
@@ -21,11 +22,19 @@ from dflash_jax.data.buckets import Bucket
 from dflash_jax.data.loader import Batch
 from dflash_jax.models import weights
 from dflash_jax.models.architecture import DrafterArchitecture, TargetArchitecture
-from dflash_jax.models.drafter import Drafter
+from dflash_jax.models.drafter import Drafter, scale_logits
+from dflash_jax.models.layers import matmul
 from dflash_jax.models.target import Target
 from dflash_jax.models.weights import Params
 from dflash_jax.parallel import Leaf, Meshes, batch_shards, on_mesh, sharding_of
-from dflash_jax.telemetry.drafting import DraftingSums, drafting_metrics, drafting_sums
+from dflash_jax.telemetry.drafting import (
+    TREE_BUDGETS,
+    DraftingSums,
+    drafting_metrics,
+    drafting_sums,
+    tree_metrics,
+)
+from dflash_jax.telemetry.trees import tree_acceptance
 from dflash_jax.training.anchors import Blocks, draw_anchors, eligible_anchors, lay_out_blocks
 from dflash_jax.training.handover import Handover, Units
 from dflash_jax.training.noise import FeatureNoise
@@ -80,8 +89,14 @@ class StepSettings:
     anchors: int
     gamma: float
     compute_dtype: jax.typing.DTypeLike
+    edges: tuple[int, ...]
+    """Bucket edges, ascending: the sums are kept by bucket."""
     split_fc: bool = True
     noise: FeatureNoise | None = None
+    tree_every: int = 1
+    """Optimizer steps between looks at draft trees."""
+    tree_blocks: int = 0
+    """Blocks of a micro-batch that are looked at then, about; 0: none."""
 
 
 def tables_of(params: Params) -> Tables:
@@ -112,8 +127,12 @@ def block_loss(
     lengths: Int[Array, "batch"],
     settings: StepSettings,
     shards: int = 1,
-) -> tuple[Float[Array, ""], DraftingSums]:
-    """Unnormalised loss of a batch of blocks, and all sums (arXiv 2602.06036, section 4)."""
+) -> tuple[Float[Array, ""], tuple[DraftingSums, Array, Array]]:
+    """Unnormalised loss of a batch of blocks (arXiv 2602.06036, section 4).
+
+    Beside it the sums, the final hidden states of all predicted rows `[batch, blocks, offsets, hidden]`, and the ranks
+    of their labels `[batch, blocks, offsets]`.
+    """
     drafter: Drafter = nnx.merge(graph, params)
     batch, seq = taps[0].shape[:2]
     positions = jnp.broadcast_to(jnp.arange(seq)[None, :], (batch, seq))
@@ -122,17 +141,57 @@ def block_loss(
     decay = position_weights(settings.drafter.block_size, settings.gamma)
     label_weights = blocks.valid.astype(jnp.float32) * decay[None, None, :]
     # Offset 0 is given, so its row is dropped before the projection.
-    loss, correct = projected_cross_entropy(
-        hidden[:, :, 1:].reshape(batch, -1, hidden.shape[-1]),
+    hidden = hidden[:, :, 1:]
+    loss, ranks = projected_cross_entropy(
+        hidden.reshape(batch, -1, hidden.shape[-1]),
         tables.projection,
         blocks.labels.reshape(batch, -1),
         label_weights.reshape(batch, -1),
         settings.drafter,
         shards,
     )
-    correct = correct.reshape(blocks.valid.shape)
-    sums = drafting_sums(loss, label_weights.sum(), correct, blocks.valid, blocks.keep, lengths, seq)
-    return loss, sums
+    ranks = ranks.reshape(blocks.valid.shape)
+    sums = drafting_sums(loss, label_weights.sum(), ranks, blocks.valid, blocks.keep, lengths, seq)
+    return loss, (sums, hidden, ranks)
+
+
+def with_trees(
+    sums: DraftingSums,
+    tables: Tables,
+    hidden: Float[Array, "batch blocks offsets hidden"],
+    ranks: Int[Array, "batch blocks offsets"],
+    blocks: Blocks,
+    settings: StepSettings,
+    due: Array,
+) -> DraftingSums:
+    """`sums` with what trees would accept of some blocks of every row, where that is due; elsewhere it costs nothing.
+
+    The blocks are taken at equal distances; the logits of one block a row are in memory at a time.
+    """
+    batch, count = ranks.shape[:2]
+    looked_at = min(count, -(-settings.tree_blocks // batch))
+    if not looked_at:
+        return sums
+    chosen = np.arange(looked_at) * count // looked_at
+
+    def look(_: None) -> tuple[Array, Array]:
+        def of_block(block: tuple[Array, Array, Array, Array]) -> tuple[Array, Array]:
+            hidden, ranks, valid, keep = block
+            logits = scale_logits(matmul(hidden, tables.projection, jnp.float32), settings.drafter)
+            top, _ = jax.lax.top_k(logits, min(max(TREE_BUDGETS), logits.shape[-1]))
+            top = top - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+            accepted = [jax.vmap(partial(tree_acceptance, budget=budget))(top, ranks, valid) for budget in TREE_BUDGETS]
+            return jnp.stack([(depth * keep).sum() for depth in accepted]), keep.sum(dtype=jnp.int32)
+
+        by_block = [jnp.moveaxis(x[:, chosen], 1, 0) for x in (hidden, ranks, blocks.valid, blocks.keep)]
+        accepted, looked = jax.lax.map(of_block, tuple(by_block))
+        return accepted.sum(axis=0), looked.sum(axis=0)
+
+    def skip(_: None) -> tuple[Array, Array]:
+        return sums.tree_accepted, sums.tree_blocks
+
+    accepted, looked = jax.lax.cond(due, look, skip, None)
+    return replace(sums, tree_accepted=accepted, tree_blocks=looked)
 
 
 def accumulate(
@@ -154,10 +213,15 @@ def accumulate(
     taps = features.taps
     if settings.noise is not None:
         taps = settings.noise.add(taps, settings.noise.level(state.step), state.key, batch.epoch, batch.row_ids)
-    gradient, sums = jax.grad(block_loss, has_aux=True)(
+    gradient, (sums, hidden, ranks) = jax.grad(block_loss, has_aux=True)(
         state.params, graph, tables, taps, blocks, batch.lengths, settings, shards
     )
-    state = replace(state, gradient=jax.tree.map(jnp.add, state.gradient, gradient), sums=state.sums + sums)
+    sums = with_trees(sums, tables, hidden, ranks, blocks, settings, state.step % settings.tree_every == 0)
+    state = replace(
+        state,
+        gradient=jax.tree.map(jnp.add, state.gradient, gradient),
+        sums=state.sums.plus(settings.edges.index(batch.tokens.shape[1]), sums),
+    )
     return state, sums.tokens
 
 
@@ -167,12 +231,15 @@ def update(settings: StepSettings, state: TrainState) -> tuple[TrainState, dict[
     The reported norm is the one that `optax.clip_by_global_norm` computes from the same arrays: the compiler merges
     the two into one reduction.
     """
-    scale = 1.0 / jnp.maximum(state.sums.weight, 1e-30)
+    total = state.sums.total()
+    scale = 1.0 / jnp.maximum(total.weight, 1e-30)
     gradient = jax.tree.map(lambda g: g * scale, state.gradient)
     grad_norm = optax.tree.norm(gradient)
     updates, optimizer_state = settings.optimizer.update(gradient, state.optimizer, state.params)
     metrics = {
-        **drafting_metrics(state.sums),
+        **drafting_metrics(total),
+        **(tree_metrics(total) if settings.tree_blocks else {}),
+        "by_bucket": {"edge": jnp.array(settings.edges, jnp.int32), **drafting_metrics(state.sums)},
         "grad_norm": grad_norm,
         "learning_rate": settings.schedule(state.step),
     }
@@ -184,7 +251,7 @@ def update(settings: StepSettings, state: TrainState) -> tuple[TrainState, dict[
         params=optax.apply_updates(state.params, updates),
         optimizer=optimizer_state,
         gradient=jax.tree.map(jnp.zeros_like, state.gradient),
-        sums=DraftingSums.zeros(settings.drafter.block_size),
+        sums=DraftingSums.zeros(settings.drafter.block_size, len(settings.edges)),
     )
     return state, metrics
 
@@ -236,7 +303,7 @@ def make_step(settings: StepSettings, meshes: Meshes) -> Step:
         params=params,
         optimizer=optimizer_shardings(settings.optimizer, weights.abstract(specs, drafter_mesh), params, replicated),
         gradient=params,
-        sums=jax.tree.map(lambda _: replicated, jax.eval_shape(lambda: DraftingSums.zeros(2))),
+        sums=jax.tree.map(lambda _: replicated, jax.eval_shape(lambda: DraftingSums.zeros(2, 1))),
     )
     return Step(
         features=jax.jit(
@@ -286,7 +353,7 @@ def init_state(step: Step, settings: StepSettings, seed: int, params: Params | N
             params=params,
             optimizer=settings.optimizer.init(params),
             gradient=jax.tree.map(jnp.zeros_like, params),
-            sums=DraftingSums.zeros(settings.drafter.block_size),
+            sums=DraftingSums.zeros(settings.drafter.block_size, len(settings.edges)),
         )
 
     return jax.jit(build, out_shardings=step.state_shardings, donate_argnums=0)(params, anchor_key)
@@ -303,7 +370,7 @@ def abstract_state(step: Step, settings: StepSettings) -> TrainState:
             params=params,
             optimizer=settings.optimizer.init(params),
             gradient=params,
-            sums=DraftingSums.zeros(settings.drafter.block_size),
+            sums=DraftingSums.zeros(settings.drafter.block_size, len(settings.edges)),
         )
 
     shapes = jax.eval_shape(build, params)

@@ -3,9 +3,17 @@
 import io
 import json
 
+import pytest
 from rich.console import Console
 
-from dflash_jax.telemetry.sinks import ConsoleSink, JsonlSink, WandbSink, truncate_rows
+from dflash_jax.telemetry.sinks import (
+    ConsoleSink,
+    JsonlSink,
+    TensorBoardSink,
+    WandbSink,
+    flatten,
+    truncate_rows,
+)
 
 ROW = {
     "step": 7,
@@ -23,6 +31,40 @@ def test_jsonl_is_on_disk_after_each_row(tmp_path):
     sink.write(ROW)
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == ROW
     sink.close()
+
+
+class FullDisk(io.StringIO):
+    """A file on a disk that takes half a line, then is full for a while."""
+
+    full = True
+
+    def write(self, text):
+        if self.full:
+            super().write(text[: len(text) // 2])
+            raise OSError("no space left on device")
+        return super().write(text)
+
+
+def test_a_line_that_was_cut_short_is_written_again(tmp_path):
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    sink._file = disk = FullDisk()
+    with pytest.raises(OSError, match="no space left"):
+        sink.write(ROW)
+    disk.full = False
+    sink.write(ROW)
+    sink.write(ROW)
+    assert [json.loads(line) for line in disk.getvalue().splitlines()] == [ROW, ROW]
+
+
+def test_tensorboard(tmp_path):
+    """Read back by the event file's own protocol: every number is there, under its step."""
+    sink = TensorBoardSink(tmp_path, 0)
+    sink.write(ROW)
+    sink.close()
+    (file,) = tmp_path.glob("events.*")
+    content = file.read_bytes()
+    for key in flatten(ROW).keys() - {"step"}:
+        assert key.encode() in content
 
 
 def test_truncate_rows(tmp_path):

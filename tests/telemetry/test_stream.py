@@ -9,6 +9,8 @@ from dflash_jax.telemetry.stream import IN_FLIGHT, MetricStream
 
 
 class Collect:
+    retries = False
+
     def __init__(self):
         self.rows, self.closed = [], False
 
@@ -93,6 +95,40 @@ def test_a_broken_sink_is_reported_once_and_dropped(capsys):
     stream.close()
     assert len(good.rows) == 5
     assert capsys.readouterr().err.count("no space left on device") == 1
+
+
+class Recovering(Collect):
+    """Fails three times, then takes everything."""
+
+    retries = True
+    failures = 3
+
+    def write(self, row):
+        if self.failures:
+            self.failures -= 1
+            raise OSError("no space left on device")
+        super().write(row)
+
+
+def test_a_sink_that_is_tried_again_loses_nothing(capsys):
+    sink = Recovering()
+    stream = MetricStream([sink])
+    for step in range(1, 6):
+        stream.push(step, metrics(step))
+    stream.close()
+    assert [row["step"] for row in sink.rows] == [1, 2, 3, 4, 5]
+    assert capsys.readouterr().err.count("no space left on device") == 1
+
+
+def test_the_last_rows_get_a_last_try_and_what_is_lost_is_said(capsys):
+    late, never = Recovering(), Recovering()
+    late.failures, never.failures = 2, 100
+    stream = MetricStream([late, never])
+    stream.push(1, metrics(1))
+    stream.push(2, metrics(2))
+    stream.close()
+    assert [row["step"] for row in late.rows] == [1, 2]
+    assert "Recovering lost 2 rows" in capsys.readouterr().err
 
 
 class Lost:

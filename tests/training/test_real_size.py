@@ -53,7 +53,17 @@ def test_qwen3_8b_compiles(recipe, capsys):
     assert longest == 3072
     buckets = make_buckets((longest,), recipe.training.batch_size, recipe.training.tokens_per_batch, 8)
     assert buckets == (Bucket(3072, 8),)
-    settings = StepSettings(drafter, QWEN3_8B, optimizer, schedule, recipe.training.anchors, gamma, "bfloat16")
+    settings = StepSettings(
+        drafter,
+        QWEN3_8B,
+        optimizer,
+        schedule,
+        recipe.training.anchors,
+        gamma,
+        "bfloat16",
+        (3072,),
+        tree_blocks=recipe.metrics.blocks,
+    )
     step = make_step(settings, Meshes(mesh, mesh))
     assert weights.count(step.specs) == 1_048_626_432
     compiled = compile_step(step, settings, buckets)

@@ -1,0 +1,71 @@
+"""The exact tree by fixed shapes, against the published heap algorithm."""
+
+import heapq
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflash_jax.telemetry.trees import tree_acceptance
+
+
+def heap_tree(log_q, budget):
+    """Algorithm of arXiv 2604.12989: rank tuples of the `budget` prefixes of largest probability."""
+    depth, top = log_q.shape
+    heap, tree = [(-log_q[0, 0], (0,))], set()
+    while heap and len(tree) < budget:
+        score, ranks = heapq.heappop(heap)
+        tree.add(ranks)
+        last = len(ranks) - 1
+        if ranks[-1] + 1 < top:
+            sibling = score + log_q[last, ranks[-1]] - log_q[last, ranks[-1] + 1]
+            heapq.heappush(heap, (sibling, (*ranks[:-1], ranks[-1] + 1)))
+        if last + 1 < depth:
+            heapq.heappush(heap, (score - log_q[last + 1, 0], (*ranks, 0)))
+    return tree
+
+
+def accepted(tree, ranks, valid):
+    depth = 0
+    while depth < len(ranks) and valid[depth] and tuple(ranks[: depth + 1]) in tree:
+        depth += 1
+    return depth
+
+
+def random_case(seed):
+    """Sharp and flat marginals; labels that are mostly likely tokens."""
+    rng = np.random.default_rng(seed)
+    depth, vocab = int(rng.integers(1, 8)), 300
+    logits = rng.standard_normal((depth, vocab)) * rng.choice([0.5, 2.0, 6.0], (depth, 1))
+    log_q = np.sort(logits - np.log(np.exp(logits).sum(axis=1, keepdims=True)), axis=1)[:, ::-1]
+    ranks = np.minimum(rng.geometric(rng.choice([0.2, 0.6, 0.9]), depth) - 1, vocab - 1)
+    valid = np.arange(depth) < rng.integers(0, depth + 2)
+    return log_q.astype(np.float32), ranks.astype(np.int32), valid
+
+
+@pytest.mark.parametrize("budget", [1, 5, 16, 64, 256])
+def test_equals_the_heap_algorithm(budget):
+    """On 200 random cases, many of them at the edge of the tree."""
+    count = jax.jit(lambda *case: tree_acceptance(*case, budget=budget))
+    found = []
+    for seed in range(200):
+        log_q, ranks, valid = random_case(seed)
+        expected = accepted(heap_tree(log_q.astype(np.float64), budget), ranks.tolist(), valid)
+        assert count(log_q[:, :budget], ranks, valid) == expected, seed
+        found.append(expected)
+    assert len(set(found)) > 2 or budget == 1
+
+
+def test_a_vocabulary_below_the_budget():
+    log_q = jnp.log(jnp.array([[0.6, 0.3, 0.1]] * 3))
+    ranks, valid = jnp.array([2, 2, 2], jnp.int32), jnp.ones(3, bool)
+    assert tree_acceptance(log_q, ranks, valid, 3 + 9 + 27) == 3
+    assert tree_acceptance(log_q, ranks, valid, 2) == 0
+
+
+def test_more_nodes_never_accept_less():
+    for seed in range(50):
+        log_q, ranks, valid = random_case(seed)
+        depths = [int(tree_acceptance(*map(jnp.asarray, (log_q[:, :n], ranks, valid)), n)) for n in (1, 4, 16, 64)]
+        assert depths == sorted(depths)
