@@ -18,8 +18,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from dflash_jax.config import DevicesSection
 from dflash_jax.errors import Interrupted, UserError
+from dflash_jax.sections import DevicesSection
 
 Progress = Callable[[int], AbstractContextManager[Callable[[int], None]]]
 """Something that shows progress: `with progress(total) as advance: advance(items done)`."""

@@ -17,8 +17,8 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from dflash_jax.config import DevicesSection, PipelineSection
 from dflash_jax.errors import UserError
+from dflash_jax.sections import DevicesSection, PipelineSection
 
 MESH_AXES = ("data", "fsdp", "tensor")
 

@@ -9,7 +9,7 @@ from dflash_jax.models.architecture import FULL, DrafterArchitecture, Rope, Targ
 from dflash_jax.models.drafter import Drafter, TrainedDrafter
 from dflash_jax.models.target import FrozenTarget, Target
 from dflash_jax.parallel import Meshes, mesh_of
-from dflash_jax.training.step import Features
+from dflash_jax.training.state import Features
 
 MESHES = [(1, 1, 1), (8, 1, 1), (2, 2, 2), (1, 4, 2)]
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from dflash_jax.config import OptimizerSection
 from dflash_jax.data.chat import ChatTokenizer
+from dflash_jax.data.loader import Batch
 from dflash_jax.decoding.generate import generate, make_plain_decoder
 from dflash_jax.models import weights
 from dflash_jax.models.architecture import Rope
@@ -20,9 +20,11 @@ from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.huggingface import load_target
 from dflash_jax.models.target import Target
 from dflash_jax.parallel import Meshes, batch_shards, mesh_of
+from dflash_jax.sections import OptimizerSection
 from dflash_jax.training.anchors import lay_out_blocks
 from dflash_jax.training.optimizer import make_optimizer
-from dflash_jax.training.step import Batch, StepSettings, block_loss, init_state, make_step, tables_of
+from dflash_jax.training.state import StepSettings, tables_of
+from dflash_jax.training.step import block_loss, init_state, make_step
 from tests.helpers import MESHES, features_of, place, relative_error, tiny_drafter, tiny_target
 
 GOLDEN = Path(__file__).parent / "data" / "training_step.npz"

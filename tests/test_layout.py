@@ -7,6 +7,7 @@ ROOT = Path(__file__).parents[1] / "dflash_jax"
 
 RANKS = [
     {"errors"},
+    {"sections"},
     {"config"},
     {"cli", "parallel"},
     {"models", "data", "telemetry"},

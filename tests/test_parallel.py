@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
-from dflash_jax.config import DevicesSection
 from dflash_jax.errors import UserError
 from dflash_jax.parallel import (
     batch_shards,
@@ -17,6 +16,7 @@ from dflash_jax.parallel import (
     simulate_devices,
     spec_of,
 )
+from dflash_jax.sections import DevicesSection
 
 
 def test_axes_are_always_there():

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from dflash_jax.cli import Progress
-from dflash_jax.config import DevicesSection
 from dflash_jax.data.chat import ChatTokenizer
 from dflash_jax.data.conversations import BadRow, Conversation, parse_row, read_lines, read_prompts
 from dflash_jax.decoding.generate import generate, make_plain_decoder
@@ -16,6 +15,7 @@ from dflash_jax.errors import UserError
 from dflash_jax.models.architecture import check_mesh
 from dflash_jax.models.huggingface import embedded_path, load_target, read_target_architecture, resolve_folder
 from dflash_jax.parallel import compute_dtype, make_mesh
+from dflash_jax.sections import DevicesSection
 
 
 @dataclass(frozen=True)

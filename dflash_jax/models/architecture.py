@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from dflash_jax.config import DrafterSection
 from dflash_jax.errors import UserError
+from dflash_jax.sections import DrafterSection
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 

@@ -87,6 +87,10 @@ class ConsoleSink:
             left = (self._steps - row["step"]) * row["step_seconds"]
             self._say(f"step {row['step']}/{self._steps} {text} {left:.0f} s left")
 
+    def alert(self, title: str, text: str) -> None:
+        """A line of its own."""
+        self._say(f"alert: {title}: {text}")
+
     def close(self) -> None:
         if self._progress is not None:
             self._progress.stop()
@@ -116,6 +120,10 @@ class WandbSink:
 
     def write(self, row: Row) -> None:
         self._run.log(flatten(row), step=row["step"])
+
+    def alert(self, title: str, text: str) -> None:
+        """To whoever the run's owner has told the service to notify."""
+        self._run.alert(title=title, text=text)
 
     def close(self) -> None:
         self._run.finish()

@@ -84,11 +84,23 @@ class Outlet:
 class MetricStream:
     """Owns the two threads and the sinks."""
 
-    def __init__(self, sinks: Sequence[Sink], log_every: int = 1, window: Callable[[], Row] | None = None):
-        """
+    def __init__(
+        self,
+        sinks: Sequence[Sink],
+        log_every: int = 1,
+        window: Callable[[], Row] | None = None,
+        render: Callable[[int, Row], Row] | None = None,
+        observe: Callable[[int, Row, Row], None] | None = None,
+    ):
+        """All three are called on the stream's thread.
+
         Args:
-            window: called when a row is made, on the stream's thread; its fields join the row.
+            window: gives further fields when a row is made.
+            render: turns a logged step's values into its fields; without it each value becomes a number or a list.
+            observe: sees step, values and known fields of every step, logged or not.
         """
+        self._render = render or (lambda step, values: {name: value.tolist() for name, value in values.items()})
+        self._observe = observe
         self._window = window or dict
         self._outlets = [Outlet(sink) for sink in sinks]
         self._log_every = log_every
@@ -156,6 +168,8 @@ class MetricStream:
             step, metrics, known = item
             try:
                 values = jax.tree.map(np.asarray, metrics)
+                if self._observe is not None:
+                    self._observe(step, values, known)
                 self._emit(step, values, known)
             except BaseException as error:  # handed to the stepping thread, which raises it
                 self._failure = self._failure or error
@@ -170,7 +184,7 @@ class MetricStream:
         steps, tokens, seconds = steps + 1, tokens + int(values["tokens"]), seconds + now - self._clock
         self._clock = now
         if step % self._log_every == 0:
-            row: Row = {"step": step, **jax.tree.map(np.ndarray.tolist, values), **known}
+            row: Row = {"step": step, **self._render(step, values), **known}
             row["step_seconds"] = seconds / steps
             row["tokens_per_second"] = tokens / max(seconds, 1e-9)
             row |= self._window()

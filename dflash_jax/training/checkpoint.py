@@ -22,9 +22,9 @@ from dflash_jax.models.architecture import parse_drafter
 from dflash_jax.models.drafter import Drafter, TrainedDrafter
 from dflash_jax.telemetry.drafting import DraftingSums
 from dflash_jax.training.pipeline import Feed
-from dflash_jax.training.step import TrainState
+from dflash_jax.training.state import TrainState
 
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -120,12 +120,11 @@ class Checkpoints:
         """Start saving; returns when the arrays are copied. A step that is there already is left alone."""
         if position.step in self._manager.all_steps():
             return
-        rest = {"step": state.step, "key": state.key, "optimizer": state.optimizer}
         self._manager.save(
             position.step,
             args=ocp.args.Composite(
                 drafter=ocp.args.StandardSave(state.params),
-                training=ocp.args.StandardSave(rest),
+                training=ocp.args.StandardSave(_rest_of(state)),
                 position=ocp.args.JsonSave(asdict(position)),
             ),
         )
@@ -147,12 +146,12 @@ class Checkpoints:
         Raises:
             UserError: the checkpoint is damaged or of another drafter.
         """
-        rest = {"step": abstract.step, "key": abstract.key, "optimizer": abstract.optimizer}
         try:
             found = self._manager.restore(
                 step,
                 args=ocp.args.Composite(
-                    drafter=ocp.args.StandardRestore(abstract.params), training=ocp.args.StandardRestore(rest)
+                    drafter=ocp.args.StandardRestore(abstract.params),
+                    training=ocp.args.StandardRestore(_rest_of(abstract)),
                 ),
             )
         except (ValueError, KeyError, OSError) as error:
@@ -211,6 +210,12 @@ def _locate(path: Path) -> Path:
             f"{path} is no drafter: give a run folder with checkpoints, one of its checkpoints, or an exported folder"
         )
     return folder / str(max(complete))
+
+
+def _rest_of(state: TrainState) -> dict[str, Any]:
+    """What is stored beside the drafter."""
+    names = ("step", "key", "optimizer", "health", "applied")
+    return {name: getattr(state, name) for name in names}
 
 
 def _with_empty_sums(state: TrainState) -> TrainState:

@@ -14,17 +14,8 @@ from dflash_jax.models import weights
 from dflash_jax.models.target import Target
 from dflash_jax.models.weights import Params
 from dflash_jax.training.handover import Units
-from dflash_jax.training.step import (
-    Features,
-    Step,
-    StepSettings,
-    Tables,
-    TrainState,
-    abstract_batch,
-    abstract_features,
-    abstract_state,
-    tables_of,
-)
+from dflash_jax.training.state import Features, StepSettings, Tables, TrainState, tables_of
+from dflash_jax.training.step import Step, abstract_batch, abstract_features, abstract_state
 
 
 @dataclass(frozen=True)

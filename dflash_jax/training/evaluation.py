@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 from dflash_jax.cli import Progress
-from dflash_jax.config import DevicesSection
 from dflash_jax.data.chat import ChatTokenizer
 from dflash_jax.data.conversations import read_prompts
 from dflash_jax.decoding.evaluate import Evaluator, Report
@@ -12,6 +11,7 @@ from dflash_jax.decoding.prompts import encode_prompts
 from dflash_jax.models.architecture import check_mesh, check_pair
 from dflash_jax.models.huggingface import embedded_path, load_target, read_target_architecture, resolve_folder
 from dflash_jax.parallel import compute_dtype, make_mesh
+from dflash_jax.sections import DevicesSection
 from dflash_jax.training.export import open_drafter
 
 

@@ -3,9 +3,10 @@
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from dflash_jax.data.loader import BatchSource
 from dflash_jax.data.plan import batches_of
 from dflash_jax.decoding.evaluate import Evaluator, Report
 from dflash_jax.decoding.prompts import encode_prompts
-from dflash_jax.errors import Interrupted
+from dflash_jax.errors import Interrupted, UserError
 from dflash_jax.models import weights
 from dflash_jax.models.architecture import check_mesh, render_drafter
 from dflash_jax.models.drafter import TrainedDrafter
@@ -39,9 +40,11 @@ from dflash_jax.training.checkpoint import Checkpoints, Position
 from dflash_jax.training.compiled import Compiled, compile_step, count_compiles
 from dflash_jax.training.export import export_drafter
 from dflash_jax.training.noise import make_noise
-from dflash_jax.training.optimizer import make_optimizer, make_schedule
+from dflash_jax.training.optimizer import make_optimizer, make_schedule, warmup_steps
 from dflash_jax.training.pipeline import Pipeline, check_memory_kind, check_pool_memory
+from dflash_jax.training.rows import training_row
 from dflash_jax.training.rules import (
+    baseline_steps,
     check_batch,
     check_resumable,
     check_unfinished,
@@ -53,7 +56,9 @@ from dflash_jax.training.rules import (
 )
 from dflash_jax.training.run_folder import RunFolder, training_records
 from dflash_jax.training.signals import stop_on_signals
-from dflash_jax.training.step import StepSettings, abstract_state, init_state, make_step, tables_of
+from dflash_jax.training.state import StepSettings, tables_of
+from dflash_jax.training.step import abstract_state, init_state, make_step, module_names
+from dflash_jax.training.watch import HealthWatch
 
 
 @dataclass(frozen=True)
@@ -134,6 +139,10 @@ def train(config: Config, resume: bool = False) -> Summary:
         edges=tuple(bucket.edge for bucket in buckets),
         tree_every=config.metrics.every,
         tree_blocks=config.metrics.blocks,
+        clip_norm=config.optimizer.clip_norm,
+        health=config.health,
+        baseline_steps=baseline_steps(config.health, steps),
+        learning_from=warmup_steps(config.optimizer, steps),
         split_fc=config.pipeline.split_fc,
         noise=make_noise(config.noise, steps),
     )
@@ -162,7 +171,16 @@ def train(config: Config, resume: bool = False) -> Summary:
     # ---- The loop ------------------------------------------------------------------------------------------------
     folder.event("resumed" if resumed else "started", step=position.step, steps=steps, **sizes(meshes))
     stages = StageClock(meshes.target.size, meshes.drafter.size, meshes.colocated, meshes.granularity)
-    stream = MetricStream(make_sinks(config, folder, position, steps, resumed), config.telemetry.log_every, stages.take)
+    sinks, alert = make_sinks(config, folder, position, steps, resumed)
+    modules = module_names(step.specs)
+    watch = HealthWatch(config.health, modules, folder.event, alert)
+    stream = MetricStream(
+        sinks,
+        config.telemetry.log_every,
+        window=stages.take,
+        render=partial(training_row, edges=settings.edges, modules=modules, section=config.health),
+        observe=watch.observe if config.health.enabled else None,
+    )
     clock = Stopwatch(position.seconds, stream, stages)
     pipeline = Pipeline(
         source,
@@ -200,6 +218,9 @@ def train(config: Config, resume: bool = False) -> Summary:
                 stages.dispatched(DRAFTER, metrics["loss"])
                 position = position.after_step()
                 stream.push(position.step, metrics, position.window.as_row())
+                if watch.halt:
+                    save()
+                    raise UserError(f"halted after step {position.step}, state saved: {watch.halt}")
                 if is_due(position.step, config.telemetry.log_every):
                     position = position.with_new_window()
                 if position.step == steps:
@@ -283,20 +304,35 @@ def evaluation_row(step: int, report: Report) -> dict[str, Any]:
     }
 
 
-def make_sinks(config: Config, folder: RunFolder, position: Position, steps: int, resumed: bool) -> list[Sink]:
-    """The sinks of a run. Weights & Biases is a convenience: without it the run goes on."""
-    sinks: list[Sink] = [JsonlSink(folder.metrics), ConsoleSink(position.step, steps)]
+def make_sinks(
+    config: Config, folder: RunFolder, position: Position, steps: int, resumed: bool
+) -> tuple[list[Sink], Callable[[str, str], None]]:
+    """The sinks of a run, and what takes alerts. Weights & Biases is a convenience: without it the run goes on."""
+    console = ConsoleSink(position.step, steps)
+    sinks: list[Sink] = [JsonlSink(folder.metrics), console]
+    alerts = [console.alert]
     if config.telemetry.wandb != "disabled":
         mode, project = config.telemetry.wandb, config.telemetry.wandb_project
         values = config.model_dump(mode="json")
         try:
-            sinks.append(WandbSink(mode, project, folder.path, values, position.wandb_id, resumed))
+            wandb = WandbSink(mode, project, folder.path, values, position.wandb_id, resumed)
         except Exception as error:  # no login, no network: its many exceptions have no common base
             folder.event("warning", text=f"Weights & Biases does not start: {error}")
             print(f"warning: Weights & Biases does not start, the run goes on without it: {error}", file=sys.stderr)
+        else:
+            sinks.append(wandb)
+            alerts.append(wandb.alert)
     if config.telemetry.tensorboard:
         sinks.append(TensorBoardSink(folder.path / "tensorboard", position.step))
-    return sinks
+
+    def alert(title: str, text: str) -> None:
+        for send in alerts:
+            try:
+                send(title, text)
+            except Exception as error:  # an alert that cannot be sent must not end the training
+                print(f"warning: the alert {title!r} was not sent: {error}", file=sys.stderr)
+
+    return sinks, alert
 
 
 def announce(compiled: Compiled) -> None:

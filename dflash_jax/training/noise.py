@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.config import NoiseSection
+from dflash_jax.sections import NoiseSection
 from dflash_jax.training.anchors import row_keys
 
 _STREAM = 2**31 - 1

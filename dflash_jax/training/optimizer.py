@@ -1,13 +1,15 @@
 """Schedule, clipping and AdamW, as one Optax chain."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.config import OptimizerSection
 from dflash_jax.models.weights import Params
+from dflash_jax.sections import OptimizerSection
 
 
 def make_schedule(section: OptimizerSection, steps: int) -> optax.Schedule:
@@ -15,7 +17,7 @@ def make_schedule(section: OptimizerSection, steps: int) -> optax.Schedule:
 
     The first update already moves: warm-up step i of n runs at (i + 1) / n of the peak.
     """
-    warmup = max(1, round(section.warmup_ratio * steps))
+    warmup = warmup_steps(section, steps)
     peak, floor = section.learning_rate, section.learning_rate * section.final_ratio
 
     def schedule(count: Int[Array, ""] | int) -> Float[Array, ""]:
@@ -28,10 +30,20 @@ def make_schedule(section: OptimizerSection, steps: int) -> optax.Schedule:
     return schedule
 
 
-def make_optimizer(section: OptimizerSection, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """Clip by the global norm, then AdamW; weight decay, where set, leaves norm weights alone."""
+def warmup_steps(section: OptimizerSection, steps: int) -> int:
+    """Optimizer steps until the learning rate has reached its peak."""
+    return max(1, round(section.warmup_ratio * steps))
+
+
+def make_optimizer(section: OptimizerSection, schedule: optax.Schedule) -> optax.GradientTransformationExtraArgs:
+    """Clip by the global norm, then AdamW; weight decay, where set, leaves norm weights alone.
+
+    Its update takes `factor`, by which the clipped gradient is scaled: the monitor's adaptive clip. It comes behind the
+    fixed clip, so that both share one computation of the norm.
+    """
     return optax.chain(
         optax.clip_by_global_norm(section.clip_norm),
+        scale_by_factor(),
         optax.adamw(
             schedule,
             b1=section.b1,
@@ -41,6 +53,17 @@ def make_optimizer(section: OptimizerSection, schedule: optax.Schedule) -> optax
             mask=lambda params: jax.tree.map(lambda weight: weight.ndim > 1, params),
         ),
     )
+
+
+def scale_by_factor() -> optax.GradientTransformationExtraArgs:
+    """Scale by the argument `factor` of the update."""
+
+    def update(
+        updates: Params, state: optax.EmptyState, params: Params | None = None, *, factor: Array | float = 1.0, **_: Any
+    ) -> tuple[Params, optax.EmptyState]:
+        return jax.tree.map(lambda gradient: gradient * factor, updates), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 
 
 def optimizer_shardings(

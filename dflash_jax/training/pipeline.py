@@ -10,16 +10,17 @@ from typing import Any
 
 import jax
 
-from dflash_jax.config import PipelineSection
 from dflash_jax.data.buckets import Buckets
 from dflash_jax.data.loader import BatchSource, LoadedBatch, place, read_ahead
 from dflash_jax.errors import UserError
 from dflash_jax.models.weights import Params
 from dflash_jax.parallel import Meshes, bytes_per_device, device_memory, host_memory
+from dflash_jax.sections import PipelineSection
 from dflash_jax.telemetry.stages import DRAFTER, TARGET, StageClock
 from dflash_jax.training.compiled import CompiledStep
 from dflash_jax.training.pool import DrawRule, FeatureBatch, FeaturePool
-from dflash_jax.training.step import Features, StepSettings, Tables, TrainState, abstract_features, abstract_state
+from dflash_jax.training.state import Features, StepSettings, Tables, TrainState
+from dflash_jax.training.step import abstract_features, abstract_state
 
 PINNED_HOST = "pinned_host"
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from dflash_jax.data.loader import LoadedBatch
 from dflash_jax.parallel import Pending
-from dflash_jax.training.step import Features
+from dflash_jax.training.state import Features
 
 Draw = Literal["deficit", "fifo", "random"]
 

@@ -17,6 +17,7 @@ from dflash_jax.models.architecture import (
 )
 from dflash_jax.models.huggingface import read_drafter_architecture, resolve_folder
 from dflash_jax.parallel import Meshes
+from dflash_jax.sections import HealthSection
 from dflash_jax.training.checkpoint import Position
 
 
@@ -74,6 +75,7 @@ def check_resumable(config: Config, position: Position, dtype: str, meshes: Mesh
         "data": ["max_length", "bucket_edges", "buckets", "edge_multiple", "order", "template_arguments"],
         "pipeline": ["min_ready", "draw"],
         "noise": sorted(now["noise"]),
+        "health": ["enabled", "baseline_steps"],
     }
     values = [(f"{name}.{key}", then[name].get(key), now[name][key]) for name, keys in fixed.items() for key in keys]
     values.append(("devices.compute_dtype", position.compute_dtype, dtype))
@@ -113,3 +115,8 @@ def resolved(
 def sizes(meshes: Meshes) -> dict[str, dict[str, int]]:
     """Axis sizes of both meshes."""
     return {"target_mesh": dict(meshes.target.shape), "drafter_mesh": dict(meshes.drafter.shape)}
+
+
+def baseline_steps(section: HealthSection, steps: int) -> int:
+    """Length of the monitor's baseline window."""
+    return section.baseline_steps or min(max(64, steps // 10), 1000)

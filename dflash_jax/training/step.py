@@ -9,6 +9,7 @@ its own, by which the host can see that an execution is over.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +22,11 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.data.buckets import Bucket
 from dflash_jax.data.loader import Batch
 from dflash_jax.models import weights
-from dflash_jax.models.architecture import DrafterArchitecture, TargetArchitecture
 from dflash_jax.models.drafter import Drafter, scale_logits
 from dflash_jax.models.layers import matmul
 from dflash_jax.models.target import Target
 from dflash_jax.models.weights import Params
-from dflash_jax.parallel import Leaf, Meshes, batch_shards, on_mesh, sharding_of
+from dflash_jax.parallel import Meshes, batch_shards, on_mesh, sharding_of
 from dflash_jax.telemetry.drafting import (
     TREE_BUDGETS,
     DraftingSums,
@@ -37,72 +37,10 @@ from dflash_jax.telemetry.drafting import (
 from dflash_jax.telemetry.trees import tree_acceptance
 from dflash_jax.training.anchors import Blocks, draw_anchors, eligible_anchors, lay_out_blocks
 from dflash_jax.training.handover import Handover, Units
-from dflash_jax.training.noise import FeatureNoise
+from dflash_jax.training.health import HealthState, Reading, adaptive_factor, observe, recent_quantiles
 from dflash_jax.training.objective import position_weights, projected_cross_entropy
 from dflash_jax.training.optimizer import optimizer_shardings
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Features:
-    """A batch and what the target said about it."""
-
-    batch: Batch
-    taps: tuple[Leaf, ...]
-    """One `[batch, seq, hidden]` a tapped layer."""
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Tables:
-    """The target's frozen input and output tables (one array twice where they are tied)."""
-
-    embedding: Leaf
-    """`[vocab, hidden]`."""
-    projection: Leaf
-    """`[vocab, hidden]`."""
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class TrainState:
-    """All that a step changes. `gradient` and `sums` are empty between optimizer steps."""
-
-    step: Leaf
-    """int32 scalar: updates done."""
-    key: Leaf
-    """Typed PRNG key of the anchors; constant."""
-    params: Params
-    optimizer: optax.OptState
-    gradient: Params
-    sums: DraftingSums
-
-
-@dataclass(frozen=True)
-class StepSettings:
-    """What the step needs to know besides arrays."""
-
-    drafter: DrafterArchitecture
-    target: TargetArchitecture
-    optimizer: optax.GradientTransformation
-    schedule: optax.Schedule
-    anchors: int
-    gamma: float
-    compute_dtype: jax.typing.DTypeLike
-    edges: tuple[int, ...]
-    """Bucket edges, ascending: the sums are kept by bucket."""
-    split_fc: bool = True
-    noise: FeatureNoise | None = None
-    tree_every: int = 1
-    """Optimizer steps between looks at draft trees."""
-    tree_blocks: int = 0
-    """Blocks of a micro-batch that are looked at then, about; 0: none."""
-
-
-def tables_of(params: Params) -> Tables:
-    """The tables inside a target's parameters."""
-    embedding = params["model"]["embed_tokens"]["weight"]
-    return Tables(embedding, params["lm_head"]["weight"] if "lm_head" in params else embedding)
+from dflash_jax.training.state import Features, StepSettings, Tables, TrainState, tables_of
 
 
 def target_features(
@@ -225,35 +163,93 @@ def accumulate(
     return state, sums.tokens
 
 
-def update(settings: StepSettings, state: TrainState) -> tuple[TrainState, dict[str, Array]]:
-    """One optimizer step on the accumulated gradient.
+def update(settings: StepSettings, state: TrainState) -> tuple[TrainState, dict[str, Any]]:
+    """One optimizer step on the accumulated gradient, unless the monitor has it skipped.
 
     The reported norm is the one that `optax.clip_by_global_norm` computes from the same arrays: the compiler merges
-    the two into one reduction.
+    the two into one reduction a weight, and the norms by module are sums of the same.
     """
     total = state.sums.total()
     scale = 1.0 / jnp.maximum(total.weight, 1e-30)
     gradient = jax.tree.map(lambda g: g * scale, state.gradient)
     grad_norm = optax.tree.norm(gradient)
-    updates, optimizer_state = settings.optimizer.update(gradient, state.optimizer, state.params)
+    drafting = drafting_metrics(total)
+    factor = adaptive_factor(settings.health, state.health, grad_norm, settings.clip_norm)
+    updates, optimizer_state = settings.optimizer.update(gradient, state.optimizer, state.params, factor=factor)
+    params = optax.apply_updates(state.params, updates)
     metrics = {
-        **drafting_metrics(total),
+        **drafting,
         **(tree_metrics(total) if settings.tree_blocks else {}),
-        "by_bucket": {"edge": jnp.array(settings.edges, jnp.int32), **drafting_metrics(state.sums)},
+        "by_bucket": drafting_metrics(state.sums),
         "grad_norm": grad_norm,
-        "learning_rate": settings.schedule(state.step),
+        "learning_rate": settings.schedule(state.applied),
     }
+    health, skip = state.health, jnp.bool_(False)
+    if settings.health.enabled:
+        squares = module_squares(gradient)
+        update_norm, param_norm = optax.tree.norm(updates), optax.tree.norm(state.params)
+        reading = Reading(
+            norm=grad_norm,
+            loss=drafting["loss"],
+            update_norm=update_norm,
+            module_shares=squares / jnp.maximum(squares.sum(), 1e-30),
+            clipped=grad_norm > settings.clip_norm,
+            learning=state.step >= settings.learning_from,
+        )
+        health, verdict = observe(settings.health, state.health, reading, state.step)
+        skip = verdict.skip
+        params, optimizer_state = jax.tree.map(
+            lambda new, old: jnp.where(skip, old, new), (params, optimizer_state), (state.params, state.optimizer)
+        )
+        metrics |= {
+            "clip_factor": factor * jnp.minimum(1.0, settings.clip_norm / jnp.maximum(grad_norm, 1e-30)),
+            "update_norm": update_norm,
+            "param_norm": param_norm,
+            "update_ratio": update_norm / jnp.maximum(param_norm, 1e-30),
+            "norm_z": verdict.z,
+            "norm_baseline": recent_quantiles(health),
+            "module_norms": jnp.sqrt(squares),
+            "flags": verdict.flags,
+            "skipped": health.skipped,
+            "skipped_in_row": health.skipped_in_row,
+            "nonfinite": health.nonfinite,
+            "spike_score": health.severe / health.steps,
+        }
     if settings.noise is not None:
         metrics["feature_noise"] = settings.noise.level(state.step)
     state = TrainState(
         step=state.step + 1,
         key=state.key,
-        params=optax.apply_updates(state.params, updates),
+        params=params,
         optimizer=optimizer_state,
         gradient=jax.tree.map(jnp.zeros_like, state.gradient),
         sums=DraftingSums.zeros(settings.drafter.block_size, len(settings.edges)),
+        health=health,
+        applied=state.applied + ~skip,
     )
     return state, metrics
+
+
+def module_squares(gradient: Params) -> Float[Array, "modules"]:
+    """Squared norm of each module, in the order of `module_names`."""
+    grouped: dict[str, Array] = {}
+    for path, leaf in jax.tree.leaves_with_path(gradient):
+        name = _module_of(path)
+        grouped[name] = grouped.get(name, jnp.float32(0.0)) + jnp.sum(jnp.square(leaf))
+    return jnp.stack(list(grouped.values()))
+
+
+def module_names(specs: Params) -> list[str]:
+    """The modules that norms are kept by: `fc`, `norm`, .., and of each layer its attention, its MLP and its norms."""
+    return list(dict.fromkeys(_module_of(path) for path, _ in jax.tree.leaves_with_path(specs)))
+
+
+def _module_of(path: tuple[Any, ...]) -> str:
+    names = [str(getattr(entry, "key", getattr(entry, "idx", entry))) for entry in path]
+    if names[0] != "layers":
+        return names[0]
+    part = names[2] if names[2] in ("self_attn", "mlp") else "norms"
+    return f"layers.{names[1]}.{part}"
 
 
 @dataclass(frozen=True)
@@ -304,6 +300,8 @@ def make_step(settings: StepSettings, meshes: Meshes) -> Step:
         optimizer=optimizer_shardings(settings.optimizer, weights.abstract(specs, drafter_mesh), params, replicated),
         gradient=params,
         sums=jax.tree.map(lambda _: replicated, jax.eval_shape(lambda: DraftingSums.zeros(2, 1))),
+        health=jax.tree.map(lambda _: replicated, jax.eval_shape(lambda: HealthState.start(1))),
+        applied=replicated,
     )
     return Step(
         features=jax.jit(
@@ -354,6 +352,8 @@ def init_state(step: Step, settings: StepSettings, seed: int, params: Params | N
             optimizer=settings.optimizer.init(params),
             gradient=jax.tree.map(jnp.zeros_like, params),
             sums=DraftingSums.zeros(settings.drafter.block_size, len(settings.edges)),
+            health=HealthState.start(settings.baseline_steps),
+            applied=jnp.int32(0),
         )
 
     return jax.jit(build, out_shardings=step.state_shardings, donate_argnums=0)(params, anchor_key)
@@ -371,6 +371,8 @@ def abstract_state(step: Step, settings: StepSettings) -> TrainState:
             optimizer=settings.optimizer.init(params),
             gradient=params,
             sums=DraftingSums.zeros(settings.drafter.block_size, len(settings.edges)),
+            health=HealthState.start(settings.baseline_steps),
+            applied=jnp.int32(0),
         )
 
     shapes = jax.eval_shape(build, params)

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from dflash_jax.config import DevicesSection
 from dflash_jax.data.chat import ChatTokenizer
 from dflash_jax.decoding.answers import AnswerSettings, answer_prompts
 from dflash_jax.errors import UserError
+from dflash_jax.sections import DevicesSection
 from tests.fixtures import write_jsonl
 
 PROMPTS = [{"id": f"q{i}", "messages": [{"role": "user", "content": f"What is {i} and {i}?"}]} for i in range(5)]

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from dflash_jax.config import DrafterSection
 from dflash_jax.errors import UserError
 from dflash_jax.models import weights
 from dflash_jax.models.architecture import (
@@ -21,6 +20,7 @@ from dflash_jax.models.architecture import (
     resolve_drafter,
 )
 from dflash_jax.models.drafter import Drafter
+from dflash_jax.sections import DrafterSection
 from tests.helpers import tiny_drafter, tiny_target
 
 QWEN3_4B = {

@@ -11,9 +11,10 @@ import pytest
 import yaml
 from rich.console import Console
 
-from dflash_jax.config import DevicesSection, load_config, parse_config
+from dflash_jax.config import load_config, parse_config
 from dflash_jax.errors import Interrupted, UserError
 from dflash_jax.parallel import mesh_of
+from dflash_jax.sections import DevicesSection
 from dflash_jax.telemetry.stream import MetricStream
 from dflash_jax.training.evaluation import evaluate_files
 from dflash_jax.training.export import export_drafter, open_drafter

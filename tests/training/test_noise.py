@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from dflash_jax.config import NoiseSection
+from dflash_jax.sections import NoiseSection
 from dflash_jax.training.noise import make_noise
 
 KEY = jax.random.key(3)

@@ -8,9 +8,10 @@ import jax
 import numpy as np
 import pytest
 
-from dflash_jax.config import PipelineSection, load_config
+from dflash_jax.config import load_config
 from dflash_jax.data.loader import BatchSource
 from dflash_jax.errors import Interrupted, UserError
+from dflash_jax.sections import PipelineSection
 from dflash_jax.training.compiled import CompiledStep
 from dflash_jax.training.loop import train
 from dflash_jax.training.pool import FeaturePool

@@ -8,7 +8,7 @@ import pytest
 from dflash_jax.data.loader import Batch, LoadedBatch
 from dflash_jax.data.plan import interleave
 from dflash_jax.training.pool import DrawRule, FeatureBatch, FeaturePool
-from dflash_jax.training.step import Features
+from dflash_jax.training.state import Features
 
 SHARES = {16: 6, 32: 8, 48: 10, 64: 11, 80: 13, 96: 52}
 

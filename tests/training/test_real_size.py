@@ -12,7 +12,8 @@ from dflash_jax.models.target import Target
 from dflash_jax.parallel import Meshes, bytes_per_device, mesh_of
 from dflash_jax.training.compiled import compile_step
 from dflash_jax.training.optimizer import make_optimizer, make_schedule
-from dflash_jax.training.step import StepSettings, abstract_state, make_step
+from dflash_jax.training.state import StepSettings
+from dflash_jax.training.step import abstract_state, make_step
 
 QWEN3_8B = TargetArchitecture(
     family="qwen3",

@@ -8,14 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.config import OptimizerSection
 from dflash_jax.data.buckets import Bucket
 from dflash_jax.data.loader import Batch
 from dflash_jax.models import weights
 from dflash_jax.models.target import Target
+from dflash_jax.sections import DETECTORS, HealthSection, OptimizerSection
 from dflash_jax.training.compiled import compile_step
 from dflash_jax.training.optimizer import make_optimizer, make_schedule
-from dflash_jax.training.step import StepSettings, init_state, make_step, tables_of
+from dflash_jax.training.state import StepSettings, tables_of
+from dflash_jax.training.step import init_state, make_step, module_names
 from tests.helpers import colocated, features_of, random_params, tiny_drafter, tiny_target
 
 ROWS, SEQ = 32, 32
@@ -99,12 +100,23 @@ def test_state_is_donated(reference):
         assert analysis.alias_size_in_bytes >= 4 * state_bytes
 
 
-def test_norm_is_one_reduction(reference):
-    """The reported norm and the clip share their reductions: one square sum a weight in the compiled update."""
-    _, params, compiled = reference
+def square_sums(compiled):
+    """Number of reductions of a whole weight to one number in the update."""
     text = compiled.update_once.executable.as_text()
-    square_sums = re.findall(r"= f32\[\](?:\{\})? reduce\(", text)
-    assert len(square_sums) == len(jax.tree.leaves(params))
+    return len(re.findall(r"= f32\[\](?:\{\})? reduce\(", text))
+
+
+def test_norm_is_one_reduction(reference):
+    """The reported norm, the norms by module and the clip share their reductions: one square sum a weight.
+
+    With the monitor there are two more, of the weights and of what the optimizer adds.
+    """
+    _, params, compiled = reference
+    weights_of = len(jax.tree.leaves(params))
+    assert square_sums(compiled) == 3 * weights_of
+    settings = replace(make_settings(), health=HealthSection(enabled=False))
+    unwatched = compile_step(make_step(settings, colocated((1, 1, 1))), settings, (Bucket(SEQ, ROWS),))
+    assert square_sums(unwatched) == weights_of
 
 
 def test_one_executable_a_shape():
@@ -168,3 +180,67 @@ def test_schedule():
     assert (np.diff(rates[3:]) < 0).all()
     np.testing.assert_allclose(rates[51], 0.55, atol=1e-2)
     np.testing.assert_allclose(rates[99], 0.1, rtol=1e-5)
+
+
+class TestMonitor:
+    """The monitor inside the update, on a sound run of updates and what is injected into it."""
+
+    @pytest.fixture(scope="class")
+    def sound(self):
+        """A step and a state after 100 updates with gradients like each other."""
+        settings = replace(make_settings(learning_rate=1e-3), baseline_steps=16, clip_norm=1.0)
+        settings = replace(settings, health=HealthSection(actions={"severe": "skip"}))
+        step = make_step(settings, colocated((2, 2, 2)))
+        state = init_state(step, settings, 0)
+        for seed in range(100):
+            state, _ = step.update(with_gradient(state, seed))
+        return step, state
+
+    @pytest.mark.parametrize(
+        ("scale", "flag"), [(20.0, "severe"), (np.nan, "nonfinite")], ids=["twentyfold", "not a number"]
+    )
+    def test_an_injected_gradient_is_flagged_and_skipped(self, sound, scale, flag):
+        """Weights and moments are bit-equal to before, the schedule stands still, the next update trains."""
+        step, state = sound
+        before = jax.device_get((state.params, state.optimizer, state.applied, state.step))
+        state = jax.tree.map(jnp.copy, state)
+        state, metrics = step.update(with_gradient(state, 200, scale))
+        flags = dict(zip(DETECTORS, np.asarray(metrics["flags"]), strict=True))
+        assert flags[flag]
+        assert metrics["skipped_in_row"] == 1
+        params, optimizer, applied, number = jax.device_get((state.params, state.optimizer, state.applied, state.step))
+        jax.tree.map(np.testing.assert_array_equal, (params, optimizer, applied), before[:3])
+        assert number == before[3] + 1
+        state, metrics = step.update(with_gradient(state, 201))
+        assert not np.asarray(metrics["flags"]).any()
+        assert metrics["skipped_in_row"] == 0
+        assert metrics["skipped"] == 1
+        assert state.applied == applied + 1
+        after = jax.device_get(state.params)
+        assert all((now != then).any() for now, then in zip(*map(jax.tree.leaves, (after, params)), strict=True))
+
+    def test_norms_by_module(self, sound):
+        step, state = sound
+        state = with_gradient(jax.tree.map(jnp.copy, state), 300)
+        named = weights.by_name(jax.device_get(state.gradient))
+        _, metrics = step.update(state)
+        names = module_names(step.specs)
+        assert names[:2] == ["fc", "hidden_norm"]
+        assert {"layers.0.self_attn", "layers.1.mlp", "layers.1.norms", "norm"} <= set(names)
+        norms = dict(zip(names, np.asarray(metrics["module_norms"]), strict=True))
+        np.testing.assert_allclose(norms["fc"], np.linalg.norm(named["fc.weight"]), rtol=1e-5)
+        mlp = [np.sum(value**2) for name, value in named.items() if name.startswith("layers.1.mlp.")]
+        np.testing.assert_allclose(norms["layers.1.mlp"], np.sqrt(sum(mlp)), rtol=1e-5)
+        np.testing.assert_allclose(np.sqrt(sum(norm**2 for norm in norms.values())), metrics["grad_norm"], rtol=1e-5)
+
+
+def with_gradient(state, seed, scale=1.0):
+    """The state before an update with a random mean gradient."""
+    rng = np.random.default_rng(seed)
+    level = scale * np.exp(0.1 * rng.standard_normal())
+    gradient = jax.tree.map(
+        lambda old: jax.device_put((level * rng.standard_normal(old.shape)).astype(np.float32), old.sharding),
+        state.gradient,
+    )
+    ones = jax.device_put(np.array([0.0, 1.0], np.float32), state.sums.weight.sharding)
+    return replace(state, gradient=gradient, sums=replace(state.sums, weight=ones, loss=jnp.copy(ones)))

@@ -1,0 +1,89 @@
+"""What goes into a step and what it changes: features, the target's tables, the train state, the settings."""
+
+import math
+from dataclasses import dataclass, field
+
+import jax
+import optax
+
+from dflash_jax.data.loader import Batch
+from dflash_jax.models.architecture import DrafterArchitecture, TargetArchitecture
+from dflash_jax.models.weights import Params
+from dflash_jax.parallel import Leaf
+from dflash_jax.sections import HealthSection
+from dflash_jax.telemetry.drafting import DraftingSums
+from dflash_jax.training.health import HealthState
+from dflash_jax.training.noise import FeatureNoise
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Features:
+    """A batch and what the target said about it."""
+
+    batch: Batch
+    taps: tuple[Leaf, ...]
+    """One `[batch, seq, hidden]` a tapped layer."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Tables:
+    """The target's frozen input and output tables (one array twice where they are tied)."""
+
+    embedding: Leaf
+    """`[vocab, hidden]`."""
+    projection: Leaf
+    """`[vocab, hidden]`."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """All that a step changes. `gradient` and `sums` are empty between optimizer steps."""
+
+    step: Leaf
+    """int32 scalar: updates done."""
+    key: Leaf
+    """Typed PRNG key of the anchors; constant."""
+    params: Params
+    optimizer: optax.OptState
+    gradient: Params
+    sums: DraftingSums
+    health: HealthState
+    """The monitor's memory."""
+    applied: Leaf
+    """int32 scalar: updates that were not skipped; the schedule counts these."""
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """What the step needs to know besides arrays."""
+
+    drafter: DrafterArchitecture
+    target: TargetArchitecture
+    optimizer: optax.GradientTransformationExtraArgs
+    schedule: optax.Schedule
+    anchors: int
+    gamma: float
+    compute_dtype: jax.typing.DTypeLike
+    edges: tuple[int, ...]
+    """Bucket edges, ascending: the sums are kept by bucket."""
+    split_fc: bool = True
+    noise: FeatureNoise | None = None
+    tree_every: int = 1
+    """Optimizer steps between looks at draft trees."""
+    tree_blocks: int = 0
+    """Blocks of a micro-batch that are looked at then, about; 0: none."""
+    clip_norm: float = math.inf
+    """Of the optimizer's global clip."""
+    health: HealthSection = field(default_factory=HealthSection)
+    baseline_steps: int = 64
+    learning_from: int = 0
+    """First step of the monitor's baseline: the end of the learning rate's warm-up."""
+
+
+def tables_of(params: Params) -> Tables:
+    """The tables inside a target's parameters."""
+    embedding = params["model"]["embed_tokens"]["weight"]
+    return Tables(embedding, params["lm_head"]["weight"] if "lm_head" in params else embedding)

@@ -1,0 +1,107 @@
+"""The host's side of the monitor: what the device flagged becomes events, alerts, and at worst the end of the run.
+
+It runs on the stream's thread, a few steps behind the devices. Skips and clips have happened by then; nothing here can
+change the course of a step.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+
+from dflash_jax.sections import DETECTORS, HealthSection
+from dflash_jax.telemetry.stream import Row
+
+RING = 64
+"""Steps whose values are kept for a severe event."""
+SEVERE = frozenset({"nonfinite", "severe", "loss_spike"})
+EXPLAINED = {
+    "nonfinite": "loss or gradient is not finite",
+    "high": "the norm is above the 99th percentile of the baseline",
+    "spike": "the norm is far above those of the last steps",
+    "severe": "the norm left everything known behind",
+    "drift": "the norm keeps rising: lower the learning rate",
+    "vanishing": "hardly any gradient: stuck, detached, or everything is masked",
+    "clip_rate": "most steps are clipped: the clip acts as the learning rate",
+    "update_norm": "the optimizer's update is far larger than usual",
+    "loss_spike": "the loss is far above those of the last steps",
+    "module": "one module has almost all of the gradient",
+}
+
+
+class Event(Protocol):
+    """Appends to `events.jsonl`."""
+
+    def __call__(self, name: str, **fields: Any) -> None: ...
+
+
+class HealthWatch:
+    """Remembers the newest steps, and when it last alerted of what."""
+
+    def __init__(
+        self,
+        section: HealthSection,
+        modules: list[str],
+        event: Event,
+        alert: Callable[[str, str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """
+        Args:
+            modules: names of the norms by module.
+            alert: takes a title and a line of text.
+        """
+        self._section, self._modules = section, modules
+        self._event, self._alert, self._clock = event, alert, clock
+        self._ring: deque[Row] = deque(maxlen=RING)
+        self._alerted: dict[str, float] = {}
+        self.halt: str | None = None
+        """Why the run must end; the loop looks at it after each step."""
+
+    def observe(self, step: int, values: Row, known: Row) -> None:
+        """Take a step's values, all of them, in order."""
+        kept = ("loss", "grad_norm", "norm_z", "update_norm", "clip_factor", "learning_rate")
+        record = {"step": step, **{name: float(values[name]) for name in kept}, **known}
+        self._ring.append(record)
+        found = [name for name, flag in zip(DETECTORS, values["flags"].tolist(), strict=True) if flag]
+        for name in found:
+            self._report(name, record, values)
+        if SEVERE & set(found):
+            self._event("forensics", step=step, detectors=found, steps=list(self._ring))
+        self._check_caps(step, values)
+
+    def _report(self, name: str, record: Row, values: Row) -> None:
+        action = self._section.action(name)
+        details = dict(record)
+        if name == "module":
+            norms = values["module_norms"]
+            details["module"] = self._modules[int(np.argmax(norms))]
+        self._event("health", detector=name, action=action, text=EXPLAINED[name], **details)
+        if action == "halt":
+            self.halt = self.halt or f"detector {name}: {EXPLAINED[name]} (norm {record['grad_norm']:.4g})"
+        if action in ("off", "log"):
+            return
+        now = self._clock()
+        if now - self._alerted.get(name, -np.inf) >= self._section.alert_seconds:
+            self._alerted[name] = now
+            norm, loss = record["grad_norm"], record["loss"]
+            self._alert(
+                f"{name} at step {record['step']}",
+                f"{EXPLAINED[name]}; norm {norm:.4g}, loss {loss:.4g}, action: {action}",
+            )
+
+    def _check_caps(self, step: int, values: Row) -> None:
+        """More skips than a sound run can have mean a wrong threshold or a broken run."""
+        in_row, skipped = int(values["skipped_in_row"]), int(values["skipped"])
+        if in_row > self._section.skips_in_row:
+            self.halt = self.halt or (
+                f"{in_row} updates in a row were skipped, health.skips_in_row allows {self._section.skips_in_row}: "
+                "a threshold is too low or the run is broken; see events.jsonl"
+            )
+        elif skipped > max(self._section.skips_in_row, self._section.skipped_share * step):
+            self.halt = self.halt or (
+                f"{skipped} of {step} updates were skipped, health.skipped_share allows {self._section.skipped_share}: "
+                "a threshold is too low or the run is broken; see events.jsonl"
+            )
