@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import wraps
 from math import lcm, prod
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -39,16 +39,6 @@ RULES: dict[str | None, str | tuple[str, ...] | None] = {
 
 Leaf = Any
 """A leaf of a pytree class: an array, or what stands for it: its abstract value or its sharding."""
-
-
-@runtime_checkable
-class Pending(Protocol):
-    """An output of a dispatched function, by which one sees that it has finished: a `jax.Array`."""
-
-    def is_ready(self) -> bool: ...
-
-    def block_until_ready(self) -> Any: ...
-
 
 _DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 
@@ -101,6 +91,7 @@ def start_backend(section: DevicesSection) -> None:
         simulate_devices(section.simulate)
     if section.compilation_cache is not None and jax.config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", str(Path(section.compilation_cache).expanduser()))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
 def simulate_devices(count: int) -> None:

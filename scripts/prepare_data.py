@@ -24,7 +24,12 @@ def main() -> None:
     plan.add_argument("--plan", action="store_true", help="print rows, batches and padding of each bucket")
     plan.add_argument("--bucket-edges", type=cli.numbers, help="ascending lengths, e.g. 256,512,3072 (default: auto)")
     plan.add_argument("--buckets", type=cli.positive, default=6, help="number of automatic edges (default 6)")
-    plan.add_argument("--edge-multiple", type=cli.positive, default=16, help="edges are multiples of it (default 16)")
+    plan.add_argument(
+        "--edge-multiple",
+        type=cli.positive,
+        default=16,
+        help="default 16; the recipe's is its block size, or 128 on TPU",
+    )
     plan.add_argument("--batch-size", type=cli.positive, help="rows of a batch (default 8)")
     plan.add_argument("--tokens-per-batch", type=cli.positive, help="instead: padded tokens of a batch")
     plan.add_argument("--shards", type=cli.positive, default=1, help="parts of a batch, data x fsdp (default 1)")
@@ -76,7 +81,7 @@ def print_plan(arguments: argparse.Namespace, lengths) -> None:
     batch_size = arguments.batch_size or (None if arguments.tokens_per_batch else 8)
     rows = (batch_size, arguments.tokens_per_batch, arguments.shards)
     if arguments.bucket_edges is None:
-        buckets = choose_buckets(lengths, arguments.buckets, arguments.edge_multiple, *rows)
+        buckets = choose_buckets(lengths, arguments.buckets, arguments.edge_multiple, 1, *rows)
     else:
         check_edges(arguments.bucket_edges, arguments.edge_multiple, 1)
         buckets = make_buckets(arguments.bucket_edges, *rows)

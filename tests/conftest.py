@@ -1,6 +1,7 @@
 """Eight simulated devices, silent rank promotion off, and shapes checked against their annotations."""
 
 import os
+import tempfile
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -12,6 +13,10 @@ install_import_hook("dflash_jax", "beartype.beartype")
 import jax
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# Runs in this process must not turn the user's compilation cache on: one of the tests' own, for this session.
+_cache = tempfile.TemporaryDirectory()
+jax.config.update("jax_compilation_cache_dir", _cache.name)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 import pytest
 

@@ -1,5 +1,9 @@
 """Meshes, the axis table, and the refusals."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -50,3 +54,51 @@ def test_constrain_needs_no_mesh_and_uses_the_ambient_one():
     x = jax.device_put(x, sharding_of(mesh, None, None))
     y = jax.jit(on_mesh(mesh, lambda x: constrain(x * 2, "batch", None)))(x)
     assert y.sharding.is_equivalent_to(sharding_of(mesh, "batch", None), y.ndim)
+
+
+STARTED = """
+import os, sys
+from dflash_jax.sections import DevicesSection
+from dflash_jax.parallel import start_backend
+import jax
+start_backend(DevicesSection(**eval(sys.argv[1])))
+print(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION"), os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE"))
+print(os.environ.get("XLA_FLAGS", ""))
+print(jax.config.jax_compilation_cache_dir)
+compiles = []
+jax.monitoring.register_event_listener(lambda event, **_: compiles.append(event))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.jit(lambda x: x @ x.T + 1)(jax.numpy.ones((300, 300))).block_until_ready()
+print(sum(event.endswith("compilation_cache/cache_hits") for event in compiles) > 0)
+"""
+
+
+def started(section, **environment):
+    """What a fresh process is like after `start_backend`: allocator, flags, cache folder, whether the cache was hit."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("XLA_", "JAX_"))}
+    command = [sys.executable, "-c", STARTED, repr(section)]
+    variables = kept | {"JAX_PLATFORMS": "cpu"} | environment
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120, check=True)
+    return done.stdout.splitlines()
+
+
+def test_settings_are_there_before_jax_starts(tmp_path):
+    """Allocator and flags in the environment; the cache folder in use: a second process finds its executable there."""
+    section = {
+        "memory_fraction": 0.5,
+        "preallocate": False,
+        "xla_flags": ("--xla_cpu_enable_fast_math=false",),
+        "compilation_cache": str(tmp_path / "cache"),
+    }
+    allocator, flags, cache, hit = started(section)
+    assert allocator == "0.5 false"
+    assert flags == "--xla_cpu_enable_fast_math=false"
+    assert cache == str(tmp_path / "cache")
+    assert hit == "False"
+    assert started(section)[3] == "True"
+
+
+def test_the_cache_can_be_off_or_chosen_by_the_environment(tmp_path):
+    assert started({"compilation_cache": None})[2] == "None"
+    chosen = str(tmp_path / "chosen")
+    assert started({"compilation_cache": str(tmp_path / "other")}, JAX_COMPILATION_CACHE_DIR=chosen)[2] == chosen

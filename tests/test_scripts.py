@@ -369,3 +369,21 @@ class TestPlan:
 def test_benchmark_of_an_unknown_setting(error_of):
     line = error_of("benchmark", "pipeline", "--settings", "interleave,imaginary")
     assert "there is no imaginary; there are interleave, interleave+deficit" in line
+
+
+def test_benchmark_of_one_setting(call):
+    """One step of the skewed corpus: eight batches of six buckets, of which the drafter consumes the planned share."""
+    code, out, err = call("benchmark", "pipeline", "--settings", "interleave+deficit", "--steps", "2")
+    assert code == 0, err
+    (name, report), *rest = json.loads(out[out.index("{") :]).items()
+    assert (name, rest) == ("interleave+deficit", [])
+    assert report.keys() == {
+        "long_share_std",
+        "tokens_per_second",
+        "padding_efficiency",
+        "compiles_after_warmup",
+        "bottleneck",
+    }
+    assert report["long_share_std"] <= 0.07
+    assert report["compiles_after_warmup"] == 0
+    assert 0.8 < report["padding_efficiency"] < 1

@@ -32,42 +32,55 @@ def check_edges(edges: tuple[int, ...], multiple: int, block_size: int) -> None:
             )
 
 
-def choose_edges(lengths: np.ndarray, count: int, multiple: int) -> tuple[int, ...]:
-    """The at most `count` multiples of `multiple` that minimise padding, each row padded to the smallest that holds it.
+def choose_edges(lengths: np.ndarray, count: int, multiple: int, shortest: int = 1) -> tuple[int, ...]:
+    """The at most `count` edges with the least padding, each row padded to the smallest that holds it.
 
     Exact, by dynamic programming over the rounded lengths: `cost[j]` after k rounds is the least number of padded
     tokens of all rows up to candidate j with k edges, the last of them j. O(count * candidates^2).
+
+    Args:
+        multiple: of which edges are multiples.
+        shortest: no edge is below it.
     """
-    candidates, rows = np.unique(_rounded_up(lengths, multiple), return_counts=True)
+    candidates, rows = np.unique(_rounded_up(lengths, multiple, shortest), return_counts=True)
     held = np.concatenate([[0], np.cumsum(rows)])
     cost = candidates * held[1:]
     before: list[np.ndarray] = []
     for _ in range(min(count, len(candidates)) - 1):
-        # From candidate i (rows up to it are paid for) to edge j > i: the rows between are padded to j.
-        through = cost[:, None] + candidates[None, :] * (held[None, 1:] - held[1:, None])
-        through = np.where(np.tri(len(candidates), dtype=bool), np.iinfo(np.int64).max, through)
-        before.append(through.argmin(axis=0))
-        cost = np.minimum(cost, through.min(axis=0))
-    # An edge that cannot have a predecessor (or needs none) is the first: its own cost was the smaller one.
+        best, chosen = cost.copy(), np.zeros(len(candidates), np.int64)
+        for last in range(1, len(candidates)):
+            # From candidate i (rows up to it are paid for) to `last`: the rows between are padded to it.
+            through = cost[:last] + candidates[last] * (held[last + 1] - held[1 : last + 1])
+            chosen[last] = through.argmin()
+            best[last] = min(best[last], through[chosen[last]])
+        before.append(chosen)
+        cost = best
+    # One more edge never costs more, so every round but the first has a predecessor, save for the first candidate.
     edges, last = [], len(candidates) - 1
-    for level in reversed(range(len(before))):
+    for chosen in reversed(before):
         edges.append(int(candidates[last]))
-        last = int(before[level][last])
+        last = int(chosen[last])
     return tuple(sorted({*edges, int(candidates[last])}))
 
 
 def choose_buckets(
-    lengths: np.ndarray, count: int, multiple: int, batch_size: int | None, tokens_per_batch: int | None, shards: int
+    lengths: np.ndarray,
+    count: int,
+    multiple: int,
+    shortest: int,
+    batch_size: int | None,
+    tokens_per_batch: int | None,
+    shards: int,
 ) -> Buckets:
-    """Automatic edges with their rows, for the least padding when batches are completed too.
+    """Automatic edges with their rows, for little padding when batches are completed too.
 
     `choose_edges` is exact for rows. What completing batches costs depends on how the rows of a bucket divide; on small
-    corpora it counts, so single edges are then moved as long as that pays.
+    corpora it counts, so from there single edges are moved as long as that pays, to a local optimum.
 
     Raises:
         UserError: see `make_buckets`.
     """
-    candidates, held = np.unique(_rounded_up(lengths, multiple), return_counts=True)
+    candidates, held = np.unique(_rounded_up(lengths, multiple, shortest), return_counts=True)
     candidates, held = candidates.tolist(), [0, *np.cumsum(held).tolist()]
 
     def lay_out(chosen: list[int]) -> tuple[int, Buckets]:
@@ -76,7 +89,7 @@ def choose_buckets(
         cut = zip(buckets, cut_into_batches(sizes, buckets), strict=True)
         return sum(batches * bucket.rows * bucket.edge for bucket, (batches, _) in cut), buckets
 
-    chosen = [candidates.index(edge) for edge in choose_edges(lengths, count, multiple)]
+    chosen = [candidates.index(edge) for edge in choose_edges(lengths, count, multiple, shortest)]
     best = lay_out(chosen)
     improved = True
     while improved:
@@ -130,5 +143,5 @@ def make_buckets(edges: tuple[int, ...], batch_size: int | None, tokens_per_batc
     return tuple(Bucket(edge, tokens_per_batch // edge // shards * shards) for edge in edges)
 
 
-def _rounded_up(lengths: np.ndarray, multiple: int) -> np.ndarray:
-    return -(-lengths.astype(np.int64) // multiple) * multiple
+def _rounded_up(lengths: np.ndarray, multiple: int, shortest: int) -> np.ndarray:
+    return -(-np.maximum(lengths.astype(np.int64), shortest) // multiple) * multiple

@@ -4,8 +4,9 @@ The stream is a function of its index: batch i of a run is the same after any re
 the loader's whole state is the number of batches taken.
 """
 
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
@@ -55,6 +56,16 @@ class LoadedBatch:
     """Time that reading it took."""
 
 
+@dataclass(frozen=True)
+class ReadPosition:
+    """Which batches are to come."""
+
+    next: int = 0
+    """Number of the next batch that was never read."""
+    waiting: tuple[int, ...] = ()
+    """Batches that were read but not trained on, in their order; they are read again."""
+
+
 class BatchSource:
     """Random access to the batches of a run, for Grain."""
 
@@ -65,6 +76,7 @@ class BatchSource:
         self._rows = grain.sources.ArrayRecordDataSource(list(records.paths))
         self._lengths = records.lengths
         self._plan = lru_cache(maxsize=3)(lambda epoch: plan_epoch(records.lengths, buckets, order, seed, epoch))
+        self._planning = threading.Lock()  # else every reader thread plans a new epoch
         self.batches_at = batches_of(records.lengths, buckets)
         """Batches of each edge in an epoch."""
         self.per_epoch = sum(self.batches_at.values())
@@ -76,7 +88,8 @@ class BatchSource:
     def planned(self, batch_id: int) -> tuple[int, PlannedBatch]:
         """Epoch and plan of a batch."""
         epoch, index = divmod(batch_id, self.per_epoch)
-        return epoch, self._plan(epoch)[index]
+        with self._planning:
+            return epoch, self._plan(epoch)[index]
 
     def __getitem__(self, batch_id: int) -> LoadedBatch:
         start = time.perf_counter()
@@ -96,13 +109,13 @@ class BatchSource:
         return LoadedBatch(batch_id, epoch, planned.edge, tokens, padded, batch, seconds=time.perf_counter() - start)
 
 
-def read_ahead(source: BatchSource, start: int, threads: int, first: Sequence[int] = ()) -> Iterator[LoadedBatch]:
-    """The batches with the numbers in `first`, then those from `start` on, in order."""
+def read_ahead(source: BatchSource, position: ReadPosition, threads: int) -> Iterator[LoadedBatch]:
+    """The batches that wait, then those that were never read, in order."""
     import grain
 
     options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=PREFETCH)
-    following = iter(grain.MapDataset.source(source)[start:].to_iter_dataset(options))
-    return chain((source[batch_id] for batch_id in first), following)
+    following = iter(grain.MapDataset.source(source)[position.next :].to_iter_dataset(options))
+    return chain((source[batch_id] for batch_id in position.waiting), following)
 
 
 def place(batch: Batch, shardings: Batch) -> Batch:

@@ -58,10 +58,11 @@ def plan_epoch(lengths: np.ndarray, buckets: Buckets, order: Order, seed: int, e
     for index, (bucket, (_, up)) in enumerate(zip(buckets, _counts(lengths, buckets), strict=True)):
         rows = np.concatenate([carried, shuffled[home == index]])
         rows, carried = rows[: len(rows) - up], rows[len(rows) - up :]
-        if index:  # the rows that moved up must not all sit in the first batch
-            rows = rng.permutation(rows)
+        rows = rng.permutation(rows)  # those that moved up must not all sit in the first batch
         rows = np.concatenate([rows, np.full(-len(rows) % bucket.rows, FILLER)])
-        batches.append([PlannedBatch(bucket.edge, part) for part in rows.reshape(-1, bucket.rows)])
+        cut = [PlannedBatch(bucket.edge, part) for part in rows.reshape(-1, bucket.rows)]
+        # The batch with empty rows must not come last in every bucket.
+        batches.append([cut[at] for at in rng.permutation(len(cut))])
     flat = [batch for bucket in batches for batch in bucket]
     if order == "sequential":
         return flat

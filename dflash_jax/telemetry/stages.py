@@ -1,21 +1,37 @@
 """What each stage of the pipeline did, and which one holds the others up. Counting waits for nothing.
 
 Device time comes from completions: each dispatched function has a small output, a thread of its own waits for it and
-notes the time. Functions on the same devices run in the order of dispatch, so a function's busy time goes from its
-dispatch, or from the end of the one before it if that is later, to its completion.
+notes the time. Functions on the same devices run in the order of dispatch, so a function's busy time begins with its
+dispatch, the end of the one before it, or the completion of what it takes its input from, whichever is last.
 """
 
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
-
-from dflash_jax.parallel import Pending
+from typing import Any, Protocol, runtime_checkable
 
 LOADER, TARGET, DRAFTER, HOST = "loader", "target", "drafter", "host"
+
+
+@runtime_checkable
+class Pending(Protocol):
+    """An output of a dispatched function, by which one sees that it has finished: a `jax.Array`."""
+
+    def is_ready(self) -> bool: ...
+
+    def block_until_ready(self) -> Any: ...
+
+
+@dataclass
+class Completion:
+    """A dispatched function: its output, and when it was there."""
+
+    output: Pending
+    at: float | None = None
+    """Noted by the thread that watches it."""
 
 
 @dataclass
@@ -44,25 +60,34 @@ class Window:
     pool_wait: float = 0.0
     """Seconds that it waited for a slot of the pool."""
     depths: int = 0
-    """Batches that waited in the pool, summed over draws."""
+    """Batches whose features waited in the pool, summed over draws."""
     draws: int = 0
 
 
 class StageClock:
     """Counts and times of a run's stages; one thread per set of devices watches completions."""
 
-    def __init__(self, target_devices: int, drafter_devices: int, shared: bool, granularity: int = 1):
+    def __init__(
+        self,
+        target_devices: int,
+        drafter_devices: int,
+        shared: bool,
+        granularity: int = 1,
+        now: Callable[[], float] = time.perf_counter,
+    ):
         """
         Args:
             shared: whether both stages run on the same devices.
             granularity: the number of devices of a mesh is a multiple of it.
+            now: seconds.
         """
+        self._now = now
         self._devices = (target_devices, drafter_devices)
         self._shared = shared
         self._granularity = granularity
         self._lock = threading.Lock()
         self._window = Window()
-        self._since = time.perf_counter()
+        self._since = self._now()
         self._elapsed: float | None = None
         self._resumed = self._since
         watched = queue.Queue(), (None if shared else queue.Queue())
@@ -81,15 +106,29 @@ class StageClock:
             self._window.stages[LOADER].add(tokens, padded_tokens)
             self._window.stages[LOADER].busy += seconds
 
-    def dispatched(self, stage: str, finished: Pending, tokens: int = 0, padded_tokens: int = 0) -> None:
-        """A function of `stage` was dispatched on a batch (or, without tokens, on none); `finished` is its output."""
+    def dispatched(
+        self,
+        stage: str,
+        output: Pending,
+        tokens: int = 0,
+        padded_tokens: int = 0,
+        after: Completion | None = None,
+    ) -> Completion:
+        """A function of `stage` was dispatched on a batch (or, without tokens, on none).
+
+        Args:
+            output: a small output of it.
+            after: what its input comes from, if that was dispatched too.
+        """
+        completion = Completion(output)
         with self._lock:
             if padded_tokens:
                 self._window.stages[stage].add(tokens, padded_tokens)
-        self._queues[stage].put((stage, finished, time.perf_counter()))
+        self._queues[stage].put((stage, completion, self._now(), after))
+        return completion
 
     def drew(self, depth: int) -> None:
-        """The drafter draws; `depth` batches wait."""
+        """The drafter draws; `depth` batches whose features are computed wait."""
         with self._lock:
             self._window.depths += depth
             self._window.draws += 1
@@ -97,35 +136,35 @@ class StageClock:
     @contextmanager
     def waiting_for_loader(self) -> Iterator[None]:
         """Around what may wait for the loader."""
-        start = time.perf_counter()
+        start = self._now()
         yield
         with self._lock:
-            self._window.loader_wait += time.perf_counter() - start
+            self._window.loader_wait += self._now() - start
 
     @contextmanager
     def waiting_for_room(self) -> Iterator[None]:
         """Around what waits for a slot of the pool."""
-        start = time.perf_counter()
+        start = self._now()
         yield
         with self._lock:
-            self._window.pool_wait += time.perf_counter() - start
+            self._window.pool_wait += self._now() - start
 
     def pause(self) -> None:
         """Stop the clock: an evaluation or a checkpoint begins."""
         with self._lock:
-            self._elapsed = time.perf_counter() - self._since
+            self._elapsed = self._now() - self._since
 
     def resume(self) -> None:
         """Start it again."""
         with self._lock:
-            self._resumed = time.perf_counter()
+            self._resumed = self._now()
             self._since = self._resumed - (self._elapsed or 0.0)
             self._elapsed = None
 
     def take(self) -> dict[str, Any]:
         """The window as fields of a row; a new one begins."""
         with self._lock:
-            now = time.perf_counter()
+            now = self._now()
             wall = max(now - self._since, 1e-9)
             window, self._window, self._since = self._window, Window(), now
         return describe(window, wall, *self._devices, self._shared, self._granularity)
@@ -137,18 +176,22 @@ class StageClock:
         for thread in self._threads:
             thread.join()
 
-    def _watch(self, events: "queue.Queue[tuple[str, Pending, float] | None]") -> None:
+    def _watch(self, events: "queue.Queue[tuple[str, Completion, float, Completion | None] | None]") -> None:
         last = 0.0
         while (event := events.get()) is not None:
-            stage, finished, dispatched = event
+            stage, completion, dispatched, after = event
+            begun = dispatched
             try:
-                finished.block_until_ready()
+                if after is not None:
+                    after.output.block_until_ready()
+                    begun = max(begun, self._now() if after.at is None else after.at)
+                completion.output.block_until_ready()
             except Exception:  # the step that depends on it raises the same error in the dispatching thread
                 continue
-            now = time.perf_counter()
+            completion.at = now = self._now()
             with self._lock:
                 if self._elapsed is None:  # the devices' time in a pause belongs to what the pause is for
-                    self._window.stages[stage].busy += now - max(dispatched, last, self._resumed)
+                    self._window.stages[stage].busy += max(0.0, now - max(begun, last, self._resumed))
             last = now
 
 

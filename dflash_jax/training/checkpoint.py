@@ -5,7 +5,7 @@ and are not stored.
 """
 
 import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,39 +15,16 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
 from dflash_jax.data.buckets import Bucket, Buckets
-from dflash_jax.data.loader import LoadedBatch
+from dflash_jax.data.loader import LoadedBatch, ReadPosition
+from dflash_jax.data.mix import Mix
 from dflash_jax.errors import UserError
 from dflash_jax.models import weights
 from dflash_jax.models.architecture import parse_drafter
 from dflash_jax.models.drafter import Drafter, TrainedDrafter
 from dflash_jax.telemetry.drafting import DraftingSums
-from dflash_jax.training.pipeline import Feed
 from dflash_jax.training.state import TrainState
 
 FORMAT = 3
-
-
-@dataclass(frozen=True)
-class Mix:
-    """What the batches of a window of steps were."""
-
-    batches: dict[int, int] = field(default_factory=dict)
-    """Number of each bucket edge."""
-    tokens: int = 0
-    padded_tokens: int = 0
-
-    def plus(self, batch: LoadedBatch) -> "Mix":
-        """One more batch."""
-        batches = self.batches | {batch.edge: self.batches.get(batch.edge, 0) + 1}
-        return Mix(batches, self.tokens + batch.tokens, self.padded_tokens + batch.padded_tokens)
-
-    def as_row(self) -> dict[str, Any]:
-        """Fields of a row."""
-        total = sum(self.batches.values())
-        return {
-            "bucket_share": {str(edge): count / total for edge, count in sorted(self.batches.items())},
-            "padding_efficiency": self.tokens / max(self.padded_tokens, 1),
-        }
 
 
 @dataclass(frozen=True)
@@ -57,7 +34,7 @@ class Position:
     step: int
     batches: int
     """Micro-batches trained on."""
-    feed: Feed
+    reading: ReadPosition
     """Which batches come next."""
     window: Mix
     """The batches since the last logged step."""
@@ -79,14 +56,14 @@ class Position:
     @classmethod
     def start(cls, **identity: Any) -> "Position":
         """Before the first step; `identity` are the fields that say what the run is."""
-        return cls(step=0, batches=0, feed=Feed(), window=Mix(), tokens=0, seconds=0.0, **identity)
+        return cls(step=0, batches=0, reading=ReadPosition(), window=Mix(), tokens=0, seconds=0.0, **identity)
 
     @classmethod
     def parse(cls, tree: dict[str, Any]) -> "Position":
         """From JSON; the inverse of `dataclasses.asdict`."""
-        feed, window = tree["feed"], tree["window"]
+        reading, window = tree["reading"], tree["window"]
         typed = {
-            "feed": Feed(feed["read"], tuple(feed["waiting"])),
+            "reading": ReadPosition(reading["next"], tuple(reading["waiting"])),
             "window": Mix(**(window | {"batches": {int(edge): n for edge, n in window["batches"].items()}})),
             "buckets": tuple(Bucket(**bucket) for bucket in tree["buckets"]),
         }

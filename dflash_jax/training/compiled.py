@@ -43,6 +43,7 @@ class CompiledStep:
     """Empty where what arrives needs no assembling."""
     accumulate_at: dict[int, Compiled]
     update_once: Compiled
+    abstract_tables: Tables
 
     def features(self, params: Params, batch: Batch) -> tuple[tuple[Units, ...], jax.Array]:
         """Run the target on a batch at a known bucket edge: its taps, and an output that says when it has finished."""
@@ -104,7 +105,8 @@ def compile_step(
             arrived = tuple((_part(tap, parts),) * parts for tap in features.taps)
             assemble_at[edge] = build("assemble", edge, step.assemble, arrived)
         accumulate_at[edge] = build("accumulate", edge, step.accumulate, state, tables, features)
-    return CompiledStep(step, features_at, assemble_at, accumulate_at, build("update", None, step.update, state))
+    update_once = build("update", None, step.update, state)
+    return CompiledStep(step, features_at, assemble_at, accumulate_at, update_once, tables)
 
 
 def _part(tap: jax.ShapeDtypeStruct, parts: int) -> jax.ShapeDtypeStruct:

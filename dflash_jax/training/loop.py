@@ -4,7 +4,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -170,80 +170,78 @@ def train(config: Config, resume: bool = False) -> Summary:
 
     # ---- The loop ------------------------------------------------------------------------------------------------
     folder.event("resumed" if resumed else "started", step=position.step, steps=steps, **sizes(meshes))
-    stages = StageClock(meshes.target.size, meshes.drafter.size, meshes.colocated, meshes.granularity)
-    sinks, alert = make_sinks(config, folder, position, steps, resumed)
-    modules = module_names(step.specs)
-    watch = HealthWatch(config.health, modules, folder.event, alert)
-    stream = MetricStream(
-        sinks,
-        config.telemetry.log_every,
-        window=stages.take,
-        render=partial(training_row, edges=settings.edges, modules=modules, section=config.health),
-        observe=watch.observe if config.health.enabled else None,
-    )
-    clock = Stopwatch(position.seconds, stream, stages)
-    pipeline = Pipeline(
-        source,
-        position.feed,
-        compiled,
-        target.params,
-        tables,
-        config.pipeline,
-        config.data.reader_threads,
-        config.run.seed,
-        stages,
-    )
+    compiles: list[str] = []
+    with ExitStack() as closing, recorded_failure(folder, lambda: position.step):
+        closing.callback(checkpoints.close)
+        stages = StageClock(meshes.target.size, meshes.drafter.size, meshes.colocated, meshes.granularity)
+        closing.callback(stages.close)
+        sinks, alert = make_sinks(config, folder, position, steps, resumed)
+        modules = module_names(step.specs)
+        watch = HealthWatch(config.health, modules, folder.event, alert)
+        stream = MetricStream(
+            sinks,
+            config.telemetry.log_every,
+            window=stages.take,
+            render=partial(training_row, edges=settings.edges, modules=modules, section=config.health),
+            observe=watch.observe if config.health.enabled else None,
+        )
+        closing.callback(stream.close)
+        pipeline = Pipeline(
+            source,
+            position.reading,
+            compiled=compiled,
+            target=target.params,
+            tables=tables,
+            section=config.pipeline,
+            reader_threads=config.data.reader_threads,
+            seed=config.run.seed,
+            clock=stages,
+        )
+        clock = Stopwatch(position.seconds, stream, stages, pipeline)
 
-    def evaluate() -> Report:
-        with clock.paused():
-            report = evaluator.report(jax.device_put(state.params, on_target))
-            stream.write(evaluation_row(position.step, report))
-        return report
+        def evaluate() -> Report:
+            with clock.paused():
+                report = evaluator.report(jax.device_put(state.params, on_target))
+                stream.write(evaluation_row(position.step, report))
+            return report
 
-    def save() -> None:
-        with clock.paused():
-            checkpoints.save(state, replace(position, feed=pipeline.feed, seconds=clock.seconds))
+        def save() -> None:
+            with clock.paused():
+                checkpoints.save(state, replace(position, reading=pipeline.position, seconds=clock.seconds))
 
-    try:
-        with stop_on_signals() as stop, count_compiles() as compiles:
-            before = evaluate() if evaluator and not resumed else None
-            clock.restart()
-            while position.step < steps:
-                with compiled_only():
-                    state, batch = pipeline.accumulate(state)
-                    position = position.after_batch(batch)
-                    if position.batches % accumulation:
-                        continue
-                    state, metrics = compiled.update(state)
-                stages.dispatched(DRAFTER, metrics["loss"])
-                position = position.after_step()
-                stream.push(position.step, metrics, position.window.as_row())
-                if watch.halt:
-                    save()
-                    raise UserError(f"halted after step {position.step}, state saved: {watch.halt}")
-                if is_due(position.step, config.telemetry.log_every):
-                    position = position.with_new_window()
-                if position.step == steps:
-                    break
-                if evaluator and is_due(position.step, config.evaluation.every):
-                    evaluate()
-                if stop.name or is_due(position.step, config.training.checkpoint_every):
-                    save()
-                if stop.name:
-                    raise Interrupted(f"{stop.name} at step {position.step}, state saved; go on with --resume")
-            after = evaluate() if evaluator else None
-            save()
-            stream.flush()
-    except Interrupted as reason:
-        folder.event("interrupted", step=position.step, reason=str(reason))
-        raise
-    except BaseException as error:
-        folder.event("failed", step=position.step, error=f"{type(error).__name__}: {error}")
-        raise
-    finally:
-        stream.close()
-        stages.close()
-        checkpoints.close()
+        stop = closing.enter_context(stop_on_signals())
+        compiles = closing.enter_context(count_compiles())
+        before = evaluate() if evaluator and not resumed else None
+        clock.restart()
+        batch_ids: list[int] = []
+        while position.step < steps:
+            with compiled_only():
+                state, batch = pipeline.accumulate(state)
+                position = position.after_batch(batch)
+                batch_ids.append(batch.batch_id)
+                if position.batches % accumulation:
+                    continue
+                state, metrics = compiled.update(state)
+            stages.dispatched(DRAFTER, metrics["loss"])
+            position = position.after_step()
+            stream.push(position.step, metrics, {**position.window.as_row(), "batch_ids": batch_ids})
+            batch_ids = []
+            if is_due(position.step, config.telemetry.log_every):
+                position = position.with_new_window()
+            if position.step == steps:
+                break
+            if evaluator and is_due(position.step, config.evaluation.every):
+                evaluate()
+            if stop.name or is_due(position.step, config.training.checkpoint_every):
+                save()
+            if watch.halt:
+                save()
+                raise UserError(f"halted after step {position.step}, state saved: {watch.halt}")
+            if stop.name:
+                raise Interrupted(f"{stop.name} at step {position.step}, state saved; go on with --resume")
+        after = evaluate() if evaluator else None
+        save()
+        stream.flush()
 
     # ---- The end -------------------------------------------------------------------------------------------------
     export = rounding = None
@@ -258,9 +256,9 @@ def train(config: Config, resume: bool = False) -> Summary:
 class Stopwatch:
     """Training seconds: pauses are left out, the steps still in flight when one begins are not."""
 
-    def __init__(self, seconds: float, stream: MetricStream, stages: StageClock):
+    def __init__(self, seconds: float, stream: MetricStream, stages: StageClock, pipeline: Pipeline):
         self.seconds = seconds
-        self._stream, self._stages = stream, stages
+        self._stream, self._stages, self._pipeline = stream, stages, pipeline
         self._since = time.perf_counter()
 
     def restart(self) -> None:
@@ -269,14 +267,28 @@ class Stopwatch:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Wait for the steps in flight, then leave the block out of the count and out of the next step's seconds."""
+        """Wait for what is in flight, then leave the block out of the count and out of the next step's seconds."""
         self._stream.flush()
+        self._pipeline.settle()
         self._stages.pause()
         self.seconds += time.perf_counter() - self._since
         yield
         self.restart()
         self._stages.resume()
         self._stream.restart_clock()
+
+
+@contextmanager
+def recorded_failure(folder: RunFolder, step: Callable[[], int]) -> Iterator[None]:
+    """Around the loop: what ends it early goes into `events.jsonl`, and on its way."""
+    try:
+        yield
+    except Interrupted as reason:
+        folder.event("interrupted", step=step(), reason=str(reason))
+        raise
+    except BaseException as error:
+        folder.event("failed", step=step(), error=f"{type(error).__name__}: {error}")
+        raise
 
 
 def is_due(step: int, every: int | None) -> bool:

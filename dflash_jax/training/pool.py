@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 from dflash_jax.data.loader import LoadedBatch
-from dflash_jax.parallel import Pending
+from dflash_jax.telemetry.stages import Completion, Pending
 from dflash_jax.training.state import Features
 
 Draw = Literal["deficit", "fifo", "random"]
@@ -25,6 +25,8 @@ class FeatureBatch:
 
     batch: LoadedBatch
     features: Features
+    computed: Completion
+    """Of the target's forward pass."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +77,21 @@ class FeaturePool:
         """Ids of the batches that wait, oldest first."""
         return tuple(item.batch.batch_id for item in self._waiting)
 
-    def has_room(self) -> bool:
-        """Whether a slot is free. Takes back those whose step has finished; waits for nothing."""
+    @property
+    def ready(self) -> int:
+        """Batches that wait and whose features are computed."""
+        return sum(item.computed.output.is_ready() for item in self._waiting)
+
+    @property
+    def in_use(self) -> int:
+        """Drawn batches whose step has not finished. Takes back the slots of those that have; waits for nothing."""
         while self._in_use and self._in_use[0].is_ready():
             self._in_use.popleft()
-        return len(self._waiting) + len(self._in_use) < self._slots
+        return len(self._in_use)
+
+    def has_room(self) -> bool:
+        """Whether a slot is free."""
+        return len(self._waiting) + self.in_use < self._slots
 
     def wait_for_room(self) -> None:
         """Wait for the oldest step that still holds a slot."""

@@ -54,7 +54,7 @@ def lay_out_buckets(config: Config, lengths: np.ndarray, block_size: int, meshes
     rows = (config.training.batch_size, config.training.tokens_per_batch, meshes.shards)
     if config.data.bucket_edges is not None:
         return make_buckets(config.data.bucket_edges, *rows)
-    return choose_buckets(lengths, config.data.buckets, edge_multiple(config, block_size), *rows)
+    return choose_buckets(lengths, config.data.buckets, edge_multiple(config, block_size), block_size, *rows)
 
 
 def edge_multiple(config: Config, block_size: int) -> int:
@@ -107,7 +107,7 @@ def resolved(
     tree = config.model_dump(mode="json")
     tree["devices"] |= {"compute_dtype": dtype, **sizes(meshes)}
     tree["training"] |= {"steps": steps, "loss_decay_gamma": gamma}
-    tree["data"]["buckets"] = [{"edge": bucket.edge, "rows": bucket.rows} for bucket in buckets]
+    tree["buckets"] = [{"edge": bucket.edge, "rows": bucket.rows} for bucket in buckets]
     tree["drafter"] = render_drafter(drafter)
     return tree
 

@@ -78,13 +78,20 @@ def test_moving_edges_for_whole_batches_never_pads_more(rows):
         edges = choose_edges(lengths, 4, 8)
         sizes = np.bincount(np.searchsorted(edges, lengths), minlength=len(edges)).tolist()
         plain = make_buckets(edges, *rows, 2)
-        chosen = choose_buckets(lengths, 4, 8, *rows, 2)
+        chosen = choose_buckets(lengths, 4, 8, 1, *rows, 2)
         found = np.bincount(np.searchsorted([b.edge for b in chosen], lengths), minlength=len(chosen)).tolist()
         before = padding_of(cut_into_batches(sizes, plain), plain)
         after = padding_of(cut_into_batches(found, chosen), chosen)
         assert after <= before
         gained += before - after
     assert gained > 0
+
+
+def test_automatic_edges_hold_a_block():
+    """Also where the multiple is below it: no edge that would be refused if it were given."""
+    lengths = np.array([3, 5, 9, 30, 31], np.int32)
+    assert choose_edges(lengths, 8, 8, shortest=16) == (16, 32)
+    assert [bucket.edge for bucket in choose_buckets(lengths, 8, 8, 16, 1, None, 1)] == [16, 32]
 
 
 def test_given_edges_are_checked():

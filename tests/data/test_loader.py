@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dflash_jax.data.buckets import Bucket
-from dflash_jax.data.loader import PREFETCH, Batch, BatchSource, place, read_ahead
+from dflash_jax.data.loader import PREFETCH, Batch, BatchSource, ReadPosition, place, read_ahead
 from dflash_jax.data.plan import FILLER, plan_epoch
 from dflash_jax.data.records import open_records, prepare
 from dflash_jax.parallel import mesh_of
@@ -114,25 +114,25 @@ class TestReadAhead:
     @pytest.mark.parametrize("threads", [1, 2, 7])
     @pytest.mark.parametrize("start", [0, 1, PER_EPOCH, BATCHES - 1])
     def test_any_start_and_number_of_threads(self, source, start, threads):
-        loaded = list(read_ahead(source, start, threads))
+        loaded = list(read_ahead(source, ReadPosition(start), threads))
         assert [batch.batch_id for batch in loaded] == list(range(start, BATCHES))
         for batch in loaded:
             assert_equal_batches(batch, source[batch.batch_id])
 
     def test_a_run_longer_than_the_read_ahead_stays_in_order(self, records):
         source = BatchSource(records, BUCKETS, ORDER, SEED, 3 * PREFETCH)
-        assert [batch.batch_id for batch in read_ahead(source, 0, 3)] == list(range(3 * PREFETCH))
+        assert [batch.batch_id for batch in read_ahead(source, ReadPosition(0), 3)] == list(range(3 * PREFETCH))
 
     def test_nothing_is_left_at_the_end(self, source):
-        assert list(read_ahead(source, BATCHES, 2)) == []
+        assert list(read_ahead(source, ReadPosition(BATCHES), 2)) == []
 
     def test_what_waited_comes_first(self, source):
-        loaded = list(read_ahead(source, BATCHES - 2, 2, first=(3, 5)))
+        loaded = list(read_ahead(source, ReadPosition(BATCHES - 2, (3, 5)), 2))
         assert [batch.batch_id for batch in loaded] == [3, 5, BATCHES - 2, BATCHES - 1]
         assert_equal_batches(loaded[1], source[5])
 
     def test_a_reader_may_stop_early(self, source):
-        assert [batch.batch_id for batch in islice(read_ahead(source, 2, 2), 3)] == [2, 3, 4]
+        assert [batch.batch_id for batch in islice(read_ahead(source, ReadPosition(2), 2), 3)] == [2, 3, 4]
 
 
 @pytest.mark.parametrize("mesh_shape", [(1, 1, 1), (2, 2, 2)])

@@ -118,3 +118,28 @@ def test_training_layout_equals_decoding(window):
         context = write_context(context, draft.context(tapped, positions), positions)
         start += 1
     assert seen == len(ANCHORS[0]) - 1  # all but anchor 0, which has no prompt before it
+
+
+def test_fusion_as_a_sum_and_as_one_product(pair):
+    """Equal values and gradients, elementwise; only the one product concatenates; a missing tap is an error."""
+    _, drafter = pair
+    rng = np.random.default_rng(5)
+    taps = [jnp.asarray(rng.standard_normal((3, SEQ, 32), np.float32)) for _ in range(2)]
+    seen = jnp.asarray(rng.standard_normal((3, SEQ, 32), np.float32))
+
+    def fused(params, taps, split):
+        return nnx.merge(drafter.graph, params).fc(taps, split)
+
+    def scalar(params, taps, split):
+        return (fused(params, taps, split) * seen).sum()
+
+    for split in (True, False):
+        concatenates = "concatenate" in str(jax.make_jaxpr(lambda taps: fused(drafter.params, taps, split))(taps))  # noqa: B023
+        assert concatenates == (not split)
+    one, parts = fused(drafter.params, taps, False), fused(drafter.params, taps, True)
+    assert relative_error(np.asarray(parts), np.asarray(one)) < 1e-5
+    gradients = [jax.grad(scalar, argnums=(0, 1))(drafter.params, taps, split) for split in (True, False)]
+    for left, right in zip(*map(jax.tree.leaves, gradients), strict=True):
+        assert np.abs(left - right).max() <= 1e-5 * max(np.abs(right).max(), 1e-30)
+    with pytest.raises(ValueError, match="takes 2 taps, not 1"):
+        fused(drafter.params, taps[:1], True)

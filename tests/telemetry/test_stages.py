@@ -101,6 +101,25 @@ def test_busy_time_counts_once_on_shared_devices():
     assert row["utilisation"]["target"] + row["utilisation"]["drafter"] <= 1.0
 
 
+def test_waiting_for_the_other_models_devices_is_not_busy():
+    """Under `split` a drafter step is dispatched long before its features exist; until then its devices idle."""
+    seconds = [0.0]
+    clock = StageClock(4, 4, shared=False, now=lambda: seconds[0])
+    features, step = Output(), Output()
+    computed = clock.dispatched(TARGET, features, 1, 1)
+    clock.dispatched(DRAFTER, step, 1, 1, after=computed)
+    seconds[0] = 8.0  # the target computes
+    features.ready.set()
+    features.seen.wait()
+    step.ready.set()  # the drafter needs no time at all
+    clock.close()
+    row = clock.take()
+    assert row["stages"][TARGET]["busy_seconds"] == 8.0
+    assert row["stages"][DRAFTER]["busy_seconds"] == 0.0
+    assert row["bottleneck"] == "target"
+    assert row["recommended_target_devices"] == 7
+
+
 def test_pauses_count_for_nobody():
     clock = StageClock(8, 8, shared=True)
     output = Output()

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import threading
 from dataclasses import replace
 
 import jax
@@ -14,13 +15,15 @@ from dflash_jax.errors import Interrupted, UserError
 from dflash_jax.sections import PipelineSection
 from dflash_jax.training.compiled import CompiledStep
 from dflash_jax.training.loop import train
+from dflash_jax.training.pipeline import Pipeline
 from dflash_jax.training.pool import FeaturePool
 from tests.training.test_loop import QUICKSTART, interrupt_after, rows_of, values
 
 ROWS, STEPS = 24, 8
 """24 rows divide over meshes of 8, 6, 4 and 2 devices."""
-EDGES = (96, 112, 160)
+EDGES = (112, 160)
 SLOTS, MIN_READY = 6, 4
+SPLIT = ("pipeline.placement=split", "pipeline.target_devices=6")
 STEP_KEYS = ("loss", "grad_norm", "accuracy", "tokens", "padded_tokens", "anchors", "bucket_share")
 
 
@@ -107,6 +110,38 @@ def test_placement_changes_nothing(workspace, target_devices):
     assert 1 <= last["recommended_target_devices"] <= 7
 
 
+def trained_batches(monkeypatch):
+    """Records the ids of the batches that the drafter consumes, in order."""
+    ids, accumulate = [], Pipeline.accumulate
+
+    def record(pipeline, state):
+        state, batch = accumulate(pipeline, state)
+        ids.append(batch.batch_id)
+        return state, batch
+
+    monkeypatch.setattr(Pipeline, "accumulate", record)
+    return ids
+
+
+def test_placement_and_pool_train_on_the_same_batches(workspace, monkeypatch):
+    """By their ids; the default draw takes another order than the plan's, `fifo` takes the plan's."""
+    ids = trained_batches(monkeypatch)
+    orders = {}
+    for name, overrides in {
+        "colocated": (),
+        "split": SPLIT,
+        "large pool": ("pipeline.pool_size=11",),
+        "fifo": FIFO,
+        "fifo split": (*FIFO, *SPLIT),
+    }.items():
+        train(recipe(workspace / f"ids {name}", *overrides))
+        orders[name] = tuple(ids)
+        ids.clear()
+    assert orders["colocated"] == orders["split"] == orders["large pool"]
+    assert orders["fifo"] == orders["fifo split"] == tuple(range(2 * STEPS))
+    assert sorted(orders["colocated"]) == list(range(2 * STEPS))
+
+
 def test_split_runs_each_model_on_its_own_devices(workspace, monkeypatch):
     seen = {}
     accumulate = CompiledStep.accumulate
@@ -136,32 +171,116 @@ def test_fusion_as_one_product(workspace, monkeypatch):
 
 @pytest.mark.parametrize("placement", ["colocated", "split"])
 def test_features_in_memory_never_exceed_the_slots(workspace, placement, monkeypatch):
-    """Counted on live arrays whenever a batch enters the pool or a step has taken one."""
-    peaks = []
+    """Bytes of all feature-like arrays alive on the drafter's devices, before and after a batch is handed over, enters
+    the pool and is used."""
+    drafter_devices = set(jax.devices()[6:]) if placement == "split" else set(jax.devices())
+    batches = []
 
     def count():
-        shapes = {(ROWS, edge) for edge in EDGES}
-        live = [array for array in jax.live_arrays() if array.ndim == 3 and array.shape[:2] in shapes]
-        peaks.append(len(live) / 3)  # three taps
+        live = 0
+        for array in jax.live_arrays():
+            # Arrays of one device are views of shards.
+            if array.ndim == 3 and array.shape[1] in EDGES and len(array.devices()) > 1:
+                shard = np.prod(array.sharding.shard_shape(array.shape)) * 4
+                live += shard * len(array.devices() & drafter_devices)
+        # In units of the largest possible batch of features: three taps of width 128.
+        batches.append(live / (3 * ROWS * EDGES[-1] * 128 * 4))
 
-    put, give_back = FeaturePool.put, FeaturePool.give_back
+    def counted(owner, name):
+        works = getattr(owner, name)
 
-    def counting_put(pool, item):
-        put(pool, item)
-        count()
+        def counting(*arguments):
+            count()
+            result = works(*arguments)
+            count()
+            return result
 
-    def counting_give_back(pool, finished):
-        give_back(pool, finished)
-        count()
+        monkeypatch.setattr(owner, name, counting)
 
-    monkeypatch.setattr(FeaturePool, "put", counting_put)
-    monkeypatch.setattr(FeaturePool, "give_back", counting_give_back)
     gc.collect()
-    split = ("pipeline.placement=split", "pipeline.target_devices=6") if placement == "split" else ()
-    train(recipe(workspace / f"counted-{placement}", *split))
-    assert len(peaks) == 4 * STEPS
-    assert max(peaks) <= SLOTS
-    assert max(peaks) > MIN_READY - 1
+    counted(FeaturePool, "put")
+    counted(FeaturePool, "give_back")
+    counted(CompiledStep, "hand_over")
+    counted(CompiledStep, "accumulate")
+    train(
+        recipe(workspace / f"counted-{placement}", "data.bucket_edges=[160]", *(SPLIT if placement == "split" else ()))
+    )
+    assert len(batches) == 2 * 4 * 2 * STEPS
+    assert max(batches) <= SLOTS
+    assert max(batches) > MIN_READY - 1
+
+
+def test_no_more_than_two_target_passes_are_under_way(workspace, monkeypatch):
+    """A target that never reports an end: the host waits for the oldest pass instead of dispatching a third."""
+    under_way, waited = [], []
+
+    class Slow:
+        def __init__(self, output):
+            self.output, self.done = output, False
+
+        def is_ready(self):
+            return self.done
+
+        def block_until_ready(self):
+            if threading.current_thread() is threading.main_thread() and not self.done:
+                waited.append(under_way.index(self))
+                under_way.remove(self)
+                self.done = True
+            self.output.block_until_ready()
+
+    features = CompiledStep.features
+
+    def slow(compiled, params, batch):
+        units, output = features(compiled, params, batch)
+        under_way.append(Slow(output))
+        assert len(under_way) <= 2
+        return units, under_way[-1]
+
+    monkeypatch.setattr(CompiledStep, "features", slow)
+    train(recipe(workspace / "slow"))
+    assert set(waited) == {0}
+    assert course(workspace / "slow") == course(workspace / "whole")
+
+
+def test_resume_with_another_pool_loses_no_batch(workspace, monkeypatch):
+    """Interrupted twice, the second time before all that had waited was read again into a smaller pool."""
+    folder = workspace / "smaller"
+    ids = trained_batches(monkeypatch)
+    for step, slots in ((2, 11), (4, MIN_READY)):
+        with monkeypatch.context() as patch:
+            interrupt_after(step, patch)
+            with pytest.raises(Interrupted):
+                train(recipe(folder, f"pipeline.pool_size={slots}"), resume=step > 2)
+    train(recipe(folder), resume=True)
+    assert sorted(ids) == list(range(2 * STEPS))
+    assert values(rows_of(folder)) == values(rows_of(workspace / "whole"))
+
+
+def test_resume_under_split_placement(workspace, monkeypatch):
+    folder = workspace / "split-resumed"
+    with monkeypatch.context() as patch:
+        interrupt_after(3, patch)
+        with pytest.raises(Interrupted):
+            train(recipe(folder, *SPLIT))
+    train(recipe(folder, *SPLIT), resume=True)
+    assert course(folder) == course(workspace / "split-6")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("data.order=sequential",),
+        ("data.order=shuffle",),
+        ("data.bucket_edges=null", "data.buckets=2"),
+        ("training.batch_size=null", f"training.tokens_per_batch={ROWS * 160}"),
+    ],
+    ids=lambda overrides: overrides[0],
+)
+def test_other_plans_train(workspace, overrides):
+    folder = workspace / overrides[0]
+    train(recipe(folder, "training.steps=2", *overrides))
+    whole = course(workspace / "whole")
+    assert [row["bucket_share"] for row in course(folder)] != [row["bucket_share"] for row in whole[:2]]
 
 
 FAILURES = {
@@ -169,6 +288,32 @@ FAILURES = {
     "target": (CompiledStep, "features"),
     "drafter": (CompiledStep, "accumulate"),
 }
+
+
+def test_a_failure_on_the_device_ends_the_run(workspace, monkeypatch):
+    """An output that turns out to be an error long after the dispatch: where it is waited for, it is raised."""
+
+    class Failed:
+        def is_ready(self):
+            return False
+
+        def block_until_ready(self):
+            raise RuntimeError("the device fell off the bus")
+
+    accumulate, calls = CompiledStep.accumulate, []
+
+    def fails_late(*arguments):
+        state, finished = accumulate(*arguments)
+        calls.append(None)
+        return state, Failed() if len(calls) == 2 * STEPS - 6 else finished
+
+    folder = workspace / "late"
+    with monkeypatch.context() as patch:
+        patch.setattr(CompiledStep, "accumulate", fails_late)
+        with pytest.raises(RuntimeError, match="fell off the bus"):
+            train(recipe(folder, "pipeline.pool_size=4"))
+    train(recipe(folder), resume=True)
+    assert values(rows_of(folder)) == values(rows_of(workspace / "whole"))
 
 
 @pytest.mark.parametrize("stage", FAILURES)
@@ -205,8 +350,9 @@ def test_resume_in_mid_epoch_with_a_full_pool(workspace, step, monkeypatch):
         with pytest.raises(Interrupted):
             train(recipe(folder))
     position = json.loads((folder / "checkpoints" / str(step) / "position" / "metadata").read_text())
-    assert len(position["feed"]["waiting"]) >= MIN_READY - 1
-    assert position["feed"]["read"] == 2 * step + len(position["feed"]["waiting"])
+    reading = position["reading"]
+    assert len(reading["waiting"]) >= MIN_READY - 1
+    assert reading["next"] == 2 * step + len(reading["waiting"])
     train(recipe(folder), resume=True)
     assert values(rows_of(folder)) == values(rows_of(workspace / "whole"))
 
@@ -306,19 +452,31 @@ def test_window_of_several_steps(workspace, monkeypatch):
 
 
 def test_too_large_a_pool_is_refused_with_the_arithmetic(workspace):
-    with pytest.raises(UserError, match=r"100000 slots of .* GiB .* = .* GiB, but a device has .* at most \d+ slots"):
+    with pytest.raises(
+        UserError, match=r"100000 feature batches of .* GiB .* = .* GiB, but a device has .*; lower .* to at most \d+"
+    ):
         train(recipe(workspace / "huge", "pipeline.pool_size=100000"))
+    with pytest.raises(UserError, match=r"100000000 feature batches take .* GiB of pinned host memory, the host has"):
+        train(recipe(workspace / "pinned-huge", "pipeline.memory=pinned_host", "pipeline.pool_size=100000000"))
 
 
-def test_pinned_host_memory(workspace):
-    """Features that wait in host memory train the same; where there is none, a clear line."""
-    kinds = {memory.kind for memory in jax.devices()[0].addressable_memories()}
-    changed = recipe(workspace / "pinned", "pipeline.memory=pinned_host")
-    if "pinned_host" not in kinds:
-        with pytest.raises(UserError, match="no pinned_host memory"):
-            train(changed)
-        return
-    train(changed)
+def test_pinned_host_memory(workspace, monkeypatch):
+    """Features wait in host memory, at most two batches of them are back on the devices, and nothing else changes."""
+    kinds, in_use, put, draw = set(), [], FeaturePool.put, FeaturePool.draw
+
+    def look(pool, item):
+        kinds.update(tap.sharding.memory_kind for tap in item.features.taps)
+        put(pool, item)
+
+    def count(pool):
+        in_use.append(pool.in_use)
+        return draw(pool)
+
+    monkeypatch.setattr(FeaturePool, "put", look)
+    monkeypatch.setattr(FeaturePool, "draw", count)
+    train(recipe(workspace / "pinned", "pipeline.memory=pinned_host"))
+    assert kinds == {"pinned_host"}
+    assert max(in_use) < 2
     assert course(workspace / "pinned") == course(workspace / "whole")
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from dflash_jax.data.loader import Batch, LoadedBatch
 from dflash_jax.data.plan import interleave
+from dflash_jax.telemetry.stages import Completion
 from dflash_jax.training.pool import DrawRule, FeatureBatch, FeaturePool
 from dflash_jax.training.state import Features
 
@@ -28,7 +29,8 @@ class Step:
 
 def item(batch_id, epoch, edge):
     nothing = Batch(None, None, None, None, None)
-    return FeatureBatch(LoadedBatch(batch_id, epoch, edge, edge, edge, nothing, 0.0), Features(nothing, ()))
+    batch = LoadedBatch(batch_id, epoch, edge, edge, edge, nothing, 0.0)
+    return FeatureBatch(batch, Features(nothing, ()), Completion(Step()))
 
 
 def plan_of(epochs, order="interleave", shares=SHARES, seed=0):
@@ -145,6 +147,30 @@ def test_a_slot_is_taken_until_its_step_has_finished():
     pool.wait_for_room()
     assert steps[1].waited_for
     assert pool.has_room()
+
+
+def test_ready_are_those_whose_features_are_computed():
+    pool = FeaturePool(4, 1, DrawRule("fifo", {16: 9}, 0), 0, {})
+    items = [item(number, 0, 16) for number in range(3)]
+    for one in items:
+        pool.put(one)
+    assert pool.ready == 0
+    items[1].computed.output.finished = True
+    assert pool.ready == 1
+
+
+def test_a_step_that_failed_raises_where_it_is_waited_for():
+    class Failed(Step):
+        def block_until_ready(self):
+            raise RuntimeError("the device fell off the bus")
+
+    pool = FeaturePool(1, 1, DrawRule("fifo", {16: 9}, 0), 0, {})
+    pool.put(item(0, 0, 16))
+    pool.draw()
+    pool.give_back(Failed())
+    assert not pool.has_room()
+    with pytest.raises(RuntimeError, match="fell off the bus"):
+        pool.wait_for_room()
 
 
 def test_waiting_is_for_the_oldest_step():
