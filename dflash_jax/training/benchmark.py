@@ -4,7 +4,7 @@ import json
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import mean, pstdev
+from statistics import mean, median, pstdev
 from typing import Any
 
 import numpy as np
@@ -54,6 +54,39 @@ def pipeline_benchmark(
     return {name: _summarise(found) for name, found in results.items()}
 
 
+WATCHED: dict[str, Any] = {"telemetry.tensorboard": True, "telemetry.wandb": "offline"}
+UNWATCHED: dict[str, Any] = {"health.enabled": False, "metrics.blocks": 0, "telemetry.log_every": 10**9}
+
+
+def telemetry_benchmark(
+    pairs: int, steps: int, folder: Path, say: Callable[[str], None] = lambda text: None
+) -> dict[str, float]:
+    """Seconds of a step with monitor, drafting metrics, stream and all sinks on, and with all of them off, in turn.
+
+    Returns:
+        Medians over pairs: `on_seconds`, `off_seconds`, their `ratio` within a pair, and `drafting_ratio`, a step with
+        the default look at draft trees over one without.
+    """
+    rows = folder / "rows.jsonl"
+    write_skewed_rows(rows, seed=0)
+    kinds = {"on": WATCHED, "off": UNWATCHED, "without trees": {**WATCHED, "metrics.blocks": 0}}
+    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for number in range(pairs):
+        for kind, changes in kinds.items():
+            say(f"pair {number + 1}/{pairs}, {kind}")
+            run = folder / "run"
+            shutil.rmtree(run, ignore_errors=True)
+            seconds[kind].append(train(_recipe(run, rows, steps, changes)).training_seconds / steps)
+    ratio = median(on / off for on, off in zip(seconds["on"], seconds["off"], strict=True))
+    drafting = median(on / less for on, less in zip(seconds["on"], seconds["without trees"], strict=True))
+    return {
+        "on_seconds": round(median(seconds["on"]), 4),
+        "off_seconds": round(median(seconds["off"]), 4),
+        "ratio": round(ratio, 4),
+        "drafting_ratio": round(drafting, 4),
+    }
+
+
 def measure(config: Config) -> dict[str, Any]:
     """Train and read what the run wrote."""
     summary = train(config)
@@ -96,7 +129,7 @@ def _recipe(folder: Path, rows: Path, steps: int, changes: dict[str, Any]) -> Co
     }
     for key, value in changes.items():
         section, name = key.split(".")
-        tree[section][name] = value
+        tree.setdefault(section, {})[name] = value
     return parse_config(tree, "benchmark")
 
 

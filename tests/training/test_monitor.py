@@ -1,0 +1,85 @@
+"""The monitor in whole runs: what an injected fault leaves behind, and how a run ends that cannot go on."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from dflash_jax.errors import UserError
+from dflash_jax.training.compiled import CompiledStep
+from dflash_jax.training.loop import train
+from dflash_jax.training.state import Features
+from tests.training.test_loop import recipe, rows_of, values, workspace  # noqa: F401
+
+
+def events_of(folder, name):
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return [event for event in events if event["event"] == name]
+
+
+def poison(monkeypatch, *batches):
+    """Features of these batches, in the order of the target's passes, are not numbers."""
+    hand_over, calls = CompiledStep.hand_over, []
+
+    def poisoned(compiled, units, batch):
+        features = hand_over(compiled, units, batch)
+        calls.append(None)
+        if len(calls) - 1 not in batches:
+            return features
+        bad = [jax.device_put(np.full(tap.shape, np.nan, np.float32), tap.sharding) for tap in features.taps]
+        return Features(features.batch, tuple(bad))
+
+    monkeypatch.setattr(CompiledStep, "hand_over", poisoned)
+
+
+def test_a_batch_of_no_numbers_is_skipped_and_told(workspace, monkeypatch):  # noqa: F811
+    """Its update leaves the weights alone, the next ones train; events hold the step, its batches, the steps before."""
+    folder = workspace / "poisoned"
+    poison(monkeypatch, 7)
+    train(recipe(folder, "pipeline.draw=fifo"))
+    rows = rows_of(folder)
+    assert [row["flags"] for row in rows] == [["nonfinite"] if row["step"] == 4 else [] for row in rows]
+    assert rows[3]["loss"] is None
+    assert rows[4]["param_norm"] == rows[3]["param_norm"]
+    assert rows[5]["param_norm"] != rows[4]["param_norm"]
+    assert [row["skipped"] for row in rows] == [0] * 3 + [1] * (len(rows) - 3)
+    assert [row["learning_rate"] for row in rows][4] == rows[3]["learning_rate"]
+    assert all(np.isfinite(row["loss"]) for row in rows[4:])
+    (event,) = events_of(folder, "health")
+    assert (event["detector"], event["action"], event["step"], event["batch_ids"]) == ("nonfinite", "skip", 4, [6, 7])
+    (forensics,) = events_of(folder, "forensics")
+    assert [step["step"] for step in forensics["steps"]] == [1, 2, 3, 4]
+    assert "alert: nonfinite at step 4" not in (folder / "metrics.jsonl").read_text()
+
+
+def test_a_run_of_skips_ends_the_run_with_its_state_saved(workspace, monkeypatch):  # noqa: F811
+    folder = workspace / "hopeless"
+    poison(monkeypatch, *range(8, 1000))
+    with pytest.raises(UserError, match=r"halted after step \d+, state saved: 6 updates in a row were skipped"):
+        train(recipe(folder, "pipeline.draw=fifo", "training.steps=60"))
+    saved = max(int(path.name) for path in (folder / "checkpoints").iterdir())
+    assert 10 <= saved < 20
+    assert saved == rows_of(folder)[-1]["step"]
+
+
+def test_a_threshold_set_absurdly_low_halts_by_the_cap(workspace):  # noqa: F811
+    health = "health={actions: {severe: skip}, severe_ratio: 1.000001, baseline_steps: 16}"
+    with pytest.raises(UserError, match=r"of \d+ updates were skipped, health.skipped_share allows 0.01: a threshold"):
+        train(recipe(workspace / "absurd", "training.steps=200", health))
+
+
+def test_halt_is_an_action(workspace, monkeypatch):  # noqa: F811
+    poison(monkeypatch, 7)
+    with pytest.raises(UserError, match="detector nonfinite: loss or gradient is not finite"):
+        train(recipe(workspace / "halted", "pipeline.draw=fifo", "health.actions={nonfinite: halt}"))
+
+
+def test_without_the_monitor_a_run_is_the_same(workspace):  # noqa: F811
+    """On a sound run the monitor changes no bit of what is trained."""
+    folder = workspace / "unwatched"
+    train(recipe(folder, "health.enabled=false"))
+    unwatched, watched = values(rows_of(folder)), values(rows_of(workspace / "whole"))
+    for without, row in zip(unwatched, watched, strict=True):
+        assert "flags" not in without
+        assert without == {key: row[key] for key in without}
