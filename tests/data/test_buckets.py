@@ -113,7 +113,7 @@ def test_padding_of_gsm8k():
 
     np.testing.assert_allclose(efficiency(8, 8), 0.930, atol=5e-4)
     np.testing.assert_allclose(efficiency(1, 8), 0.475, atol=5e-4)
-    assert efficiency(8, 128) < 0.75
+    np.testing.assert_allclose(efficiency(8, 128), 0.750, atol=1e-3)
     # 500 rows in batches of eight: four rows are empty, and rows move up to fill batches.
     shares = epoch_shares(lengths, choose_buckets(lengths, 8, 8, 8, 8, None, 1))
     assert sum(share.tokens for share in shares) / sum(share.padded_tokens for share in shares) > 0.915
