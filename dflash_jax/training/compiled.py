@@ -1,5 +1,6 @@
 """Every executable of a run, made before step 0: those of each bucket shape, and the update."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -116,11 +117,12 @@ def _part(tap: jax.ShapeDtypeStruct, parts: int) -> jax.ShapeDtypeStruct:
 
 @contextmanager
 def count_compiles() -> Iterator[list[str]]:
-    """The names of the functions that are compiled inside, on any thread."""
+    """The names of the functions that this thread compiles inside."""
     names: list[str] = []
+    owner = threading.get_ident()
 
     def note(event: str, seconds: float, **details: Any) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
+        if event == "/jax/core/compile/backend_compile_duration" and threading.get_ident() == owner:
             names.append(str(details.get("fun_name", "?")))
 
     jax.monitoring.register_event_duration_secs_listener(note)

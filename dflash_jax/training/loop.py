@@ -76,7 +76,8 @@ class Summary:
     export_rounding: float | None
     """Relative difference of logits that bfloat16 makes."""
     compiles: list[str]
-    """Functions that were compiled between warm-up and end; evaluations compile theirs, steps none."""
+    """Functions that the steps compiled after warm-up: none. Evaluations and checkpoints, which compile their own at
+    first use, are left out."""
 
 
 def train(config: Config, resume: bool = False) -> Summary:
@@ -170,7 +171,6 @@ def train(config: Config, resume: bool = False) -> Summary:
 
     # ---- The loop ------------------------------------------------------------------------------------------------
     folder.event("resumed" if resumed else "started", step=position.step, steps=steps, **sizes(meshes))
-    compiles: list[str] = []
     with ExitStack() as closing, recorded_failure(folder, lambda: position.step):
         closing.callback(checkpoints.close)
         stages = StageClock(meshes.target.size, meshes.drafter.size, meshes.colocated, meshes.granularity)
@@ -197,7 +197,8 @@ def train(config: Config, resume: bool = False) -> Summary:
             seed=config.run.seed,
             clock=stages,
         )
-        clock = Stopwatch(position.seconds, stream, stages, pipeline)
+        compiles = closing.enter_context(count_compiles())
+        clock = Stopwatch(position.seconds, stream, stages, pipeline, compiles)
 
         def evaluate() -> Report:
             with clock.paused():
@@ -210,7 +211,6 @@ def train(config: Config, resume: bool = False) -> Summary:
                 checkpoints.save(state, replace(position, reading=pipeline.position, seconds=clock.seconds))
 
         stop = closing.enter_context(stop_on_signals())
-        compiles = closing.enter_context(count_compiles())
         before = evaluate() if evaluator and not resumed else None
         clock.restart()
         batch_ids: list[int] = []
@@ -256,9 +256,11 @@ def train(config: Config, resume: bool = False) -> Summary:
 class Stopwatch:
     """Training seconds: pauses are left out, the steps still in flight when one begins are not."""
 
-    def __init__(self, seconds: float, stream: MetricStream, stages: StageClock, pipeline: Pipeline):
+    def __init__(
+        self, seconds: float, stream: MetricStream, stages: StageClock, pipeline: Pipeline, compiles: list[str]
+    ):
         self.seconds = seconds
-        self._stream, self._stages, self._pipeline = stream, stages, pipeline
+        self._stream, self._stages, self._pipeline, self._compiles = stream, stages, pipeline, compiles
         self._since = time.perf_counter()
 
     def restart(self) -> None:
@@ -267,12 +269,14 @@ class Stopwatch:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Wait for what is in flight, then leave the block out of the count and out of the next step's seconds."""
+        """Wait for what is in flight, then leave the block out of all counts and out of the next step's seconds."""
         self._stream.flush()
         self._pipeline.settle()
         self._stages.pause()
         self.seconds += time.perf_counter() - self._since
+        counted = len(self._compiles)
         yield
+        del self._compiles[counted:]
         self.restart()
         self._stages.resume()
         self._stream.restart_clock()
