@@ -7,7 +7,7 @@ change the course of a step.
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -31,6 +31,7 @@ EXPLAINED = {
 }
 
 
+@runtime_checkable
 class Event(Protocol):
     """Appends to `events.jsonl`."""
 

