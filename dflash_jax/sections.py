@@ -280,7 +280,7 @@ class MetricsSection(Section):
     every: Count = 50
     """Optimizer steps between looks."""
     blocks: Annotated[int, Field(ge=0)] = 64
-    """Blocks of a micro-batch that are looked at, about; 0: no trees."""
+    """Blocks of the step's first micro-batch that are looked at, about; 0: no trees."""
 
 
 DETECTORS = (

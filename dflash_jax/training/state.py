@@ -74,7 +74,7 @@ class StepSettings:
     tree_every: int = 1
     """Optimizer steps between looks at draft trees."""
     tree_blocks: int = 0
-    """Blocks of a micro-batch that are looked at then, about; 0: none."""
+    """Blocks of the step's first micro-batch that are looked at then, about; 0: none."""
     clip_norm: float = math.inf
     """Of the optimizer's global clip."""
     health: HealthSection = field(default_factory=HealthSection)

@@ -154,7 +154,9 @@ def accumulate(
     gradient, (sums, hidden, ranks) = jax.grad(block_loss, has_aux=True)(
         state.params, graph, tables, taps, blocks, batch.lengths, settings, shards
     )
-    sums = with_trees(sums, tables, hidden, ranks, blocks, settings, state.step % settings.tree_every == 0)
+    first_of_step = state.sums.padded_tokens.sum() == 0
+    trees_due = first_of_step & (state.step % settings.tree_every == 0)
+    sums = with_trees(sums, tables, hidden, ranks, blocks, settings, trees_due)
     state = replace(
         state,
         gradient=jax.tree.map(jnp.add, state.gradient, gradient),
