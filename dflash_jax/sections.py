@@ -308,7 +308,7 @@ class HealthSection(Section):
     enabled: bool = True
     actions: dict[str, Action] = {}
     """By detector, where it is to differ from the default."""
-    baseline_steps: Annotated[int, Field(ge=16)] | None = None
+    baseline_steps: Annotated[int, Field(ge=16, le=1000)] | None = None
     """Steps after the warm-up that say what is usual; none: a tenth of the run, 64 to 1000."""
     spike_z: Annotated[float, Field(gt=0)] = 3.0
     """spike: standard deviations of the log-norm above the mean of the last 128 steps."""
@@ -341,11 +341,24 @@ class HealthSection(Section):
     alert_seconds: Annotated[float, Field(ge=0)] = 300.0
     """Least time between two alerts of one detector."""
 
+    @field_validator("actions", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, value: Any) -> Any:
+        """YAML reads `off` as false."""
+        if not isinstance(value, dict):
+            return value
+        return {name: "off" if action is False else action for name, action in value.items()}
+
     @model_validator(mode="after")
     def _check(self) -> "HealthSection":
         unknown = sorted(self.actions.keys() - set(DETECTORS))
         if unknown:
             raise ValueError(f"actions: there is no detector {unknown[0]}; there are {', '.join(DETECTORS)}")
+        for name, action in self.actions.items():
+            if action == "clip" and name not in ("spike", "severe"):
+                raise ValueError(f"actions: {name} cannot clip; only spike and severe judge the norm before an update")
+        if self.action("nonfinite") not in ("skip", "halt"):
+            raise ValueError("actions: nonfinite must skip or halt; any other update destroys weights and moments")
         return self
 
     def action(self, detector: str) -> Action:

@@ -91,6 +91,9 @@ class TestValues:
         training = load("training.tokens_per_batch=4096").training
         assert (training.batch_size, training.tokens_per_batch) == (None, 4096)
 
+    def test_off_is_a_word_in_yaml_too(self, load):
+        assert load("health.actions={spike: off, drift: log}").health.actions == {"spike": "off", "drift": "log"}
+
     def test_the_pool_by_default(self, load):
         pipeline = load().pipeline
         assert (pipeline.min_ready, pipeline.draw, pipeline.placement) == (10, "deficit", "colocated")
@@ -199,6 +202,9 @@ class TestRefusals:
             (["pipeline.pool_size=4"], "pipeline: min_ready 10 is larger than pool_size 4"),
             (["pipeline.placement=split"], "pipeline: target_devices goes with placement: split"),
             (["pipeline.target_devices=4"], "pipeline: target_devices goes with placement: split"),
+            (["health.actions={drift: clip}"], "health: actions: drift cannot clip"),
+            (["health.actions={nonfinite: log}"], "health: actions: nonfinite must skip or halt"),
+            (["health.actions={jump: log}"], "health: actions: there is no detector jump; there are nonfinite, high"),
             (["noise.level=0.1"], "noise: level is set but distribution is off"),
             (
                 ["devices.simulate=8", "devices.memory_fraction=0.5"],

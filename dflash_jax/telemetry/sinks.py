@@ -24,7 +24,7 @@ class JsonlSink:
     def write(self, row: Row) -> None:
         self._file.seek(self._good)
         self._file.truncate()  # what a failed write has left
-        self._file.write(json.dumps(_finite(row), allow_nan=False) + "\n")
+        self._file.write(json.dumps(finite(row), allow_nan=False) + "\n")
         self._file.flush()
         self._good = self._file.tell()
 
@@ -149,10 +149,14 @@ class TensorBoardSink:
 
 
 def flatten(row: Row) -> Row:
-    """Nested fields as `outer/inner`; the items of a list are numbered from 1."""
+    """Nested fields as `outer/inner`; the items of a list are numbered from 1, words become ones; ids are left out."""
     flat: Row = {}
     for key, value in row.items():
-        if isinstance(value, list):
+        if key == "batch_ids":
+            continue
+        if isinstance(value, list) and all(isinstance(item, str) for item in value):
+            value = dict.fromkeys(value, 1)
+        elif isinstance(value, list):
             value = {str(index + 1): item for index, item in enumerate(value)}
         if isinstance(value, dict):
             flat |= {f"{key}/{inner}": item for inner, item in flatten(value).items()}
@@ -161,12 +165,12 @@ def flatten(row: Row) -> Row:
     return flat
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """NaN and infinities as null: JSON has no word for them."""
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -90,14 +90,15 @@ class MetricStream:
         log_every: int = 1,
         window: Callable[[], Row] | None = None,
         render: Callable[[int, Row], Row] | None = None,
-        observe: Callable[[int, Row, Row], None] | None = None,
+        observe: Callable[[int, Row, Row], Sequence[Callable[[], None]]] | None = None,
     ):
-        """All three are called on the stream's thread.
+        """All three are called on the reader's thread.
 
         Args:
             window: gives further fields when a row is made.
             render: turns a logged step's values into its fields; without it each value becomes a number or a list.
-            observe: sees step, values and known fields of every step, logged or not.
+            observe: sees step, values and known fields of every step, logged or not; gives what is to be done about
+                them, on the sinks' thread.
         """
         self._render = render or (lambda step, values: {name: value.tolist() for name, value in values.items()})
         self._observe = observe
@@ -105,7 +106,7 @@ class MetricStream:
         self._outlets = [Outlet(sink) for sink in sinks]
         self._log_every = log_every
         self._arriving: queue.Queue[tuple[int, dict[str, Leaf], Row] | None] = queue.Queue()
-        self._rows: queue.Queue[Row | None] = queue.Queue()
+        self._rows: queue.Queue[Row | Callable[[], None] | None] = queue.Queue()
         self._slots = threading.Semaphore(IN_FLIGHT)
         self._failure: BaseException | None = None
         self._clock = time.perf_counter()
@@ -167,14 +168,17 @@ class MetricStream:
         while (item := self._arriving.get()) is not None:
             step, metrics, known = item
             try:
-                values = jax.tree.map(np.asarray, metrics)
+                try:
+                    values = jax.tree.map(np.asarray, metrics)
+                finally:
+                    self._slots.release()
                 if self._observe is not None:
-                    self._observe(step, values, known)
+                    for task in self._observe(step, values, known):
+                        self._rows.put(task)
                 self._emit(step, values, known)
             except BaseException as error:  # handed to the stepping thread, which raises it
                 self._failure = self._failure or error
             finally:
-                self._slots.release()
                 self._arriving.task_done()
 
     def _emit(self, step: int, values: dict[str, Any], known: Row) -> None:
@@ -193,7 +197,13 @@ class MetricStream:
         self._since_log = (steps, tokens, seconds)
 
     def _feed(self) -> None:
-        while (row := self._rows.get()) is not None:
-            for outlet in self._outlets:
-                outlet.write(row)
+        while (item := self._rows.get()) is not None:
+            if callable(item):
+                try:
+                    item()
+                except Exception as error:  # an event or an alert that cannot be written must not end the training
+                    print(f"warning: {error}", file=sys.stderr)
+            else:
+                for outlet in self._outlets:
+                    outlet.write(item)
             self._rows.task_done()

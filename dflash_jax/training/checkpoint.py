@@ -47,6 +47,8 @@ class Position:
     config: dict[str, Any]
     """The run's config."""
     buckets: Buckets
+    baseline_steps: int
+    """Length of the monitor's baseline, fixed when the run begins."""
     records: str
     """Digest of the records: their source, tokenizer and template."""
     compute_dtype: str

@@ -22,6 +22,7 @@ RING_FULL = 64
 CLIP_WINDOW = 200
 REBASELINE = 50
 HIGH_STEPS = 3
+LONGEST_BASELINE = 1000
 FAST, SLOW = 0.9, 0.99
 
 
@@ -31,7 +32,7 @@ class HealthState:
     """All that the monitor remembers. float32 or int32 scalars unless a shape is given."""
 
     baseline: Leaf
-    """`[baseline_steps]` float32: log-norms of the baseline window, in order; filled up to `baseline_count`."""
+    """`[LONGEST_BASELINE]` float32: log-norms of the baseline window, in order; filled up to `baseline_count`."""
     baseline_count: Leaf
     norms: Leaf
     """`[RING]` float32: log-norms of the newest good steps."""
@@ -51,6 +52,8 @@ class HealthState:
     """Steps in a row with fast over slow above the threshold."""
     vanishing: Leaf
     """Steps in a row with a vanishing norm or update."""
+    nothing: Leaf
+    """bool: whether the last step had no norm or no update at all."""
     high: Leaf
     """Steps in a row with a norm above the baseline's 99th percentile."""
     flagged: Leaf
@@ -68,10 +71,10 @@ class HealthState:
     """Step of the last of them, or -1."""
 
     @classmethod
-    def start(cls, baseline_steps: int) -> "HealthState":
+    def start(cls) -> "HealthState":
         zero, nothing = jnp.int32(0), jnp.float32(0.0)
         return cls(
-            baseline=jnp.zeros(baseline_steps),
+            baseline=jnp.zeros(LONGEST_BASELINE),
             baseline_count=zero,
             norms=jnp.zeros(RING),
             losses=jnp.zeros(RING),
@@ -82,6 +85,7 @@ class HealthState:
             update_mean=nothing,
             drifting=zero,
             vanishing=zero,
+            nothing=jnp.bool_(False),
             high=zero,
             flagged=zero,
             steps=zero,
@@ -105,6 +109,8 @@ class Reading:
     module_shares: Float[Array, "modules"]
     """Share of each module in the squared norm."""
     clipped: Bool[Array, ""]
+    empty: Bool[Array, ""]
+    """Whether the step had no label at all: nothing can be learnt from it about the run."""
     learning: Bool[Array, ""]
     """Whether the warm-up of the learning rate is over; before that no baseline is taken."""
 
@@ -121,82 +127,112 @@ class Verdict:
 
 
 def observe(
-    section: HealthSection, state: HealthState, reading: Reading, step: Int[Array, ""]
+    section: HealthSection, state: HealthState, reading: Reading, step: Int[Array, ""], baseline_steps: int
 ) -> tuple[HealthState, Verdict]:
     """Judge one update by the statistics of those before it, then let it into them unless it is an outlier."""
     finite = jnp.isfinite(reading.norm) & jnp.isfinite(reading.loss) & jnp.isfinite(reading.update_norm)
-    log_norm = jnp.log(jnp.maximum(reading.norm, 1e-30))
-    entries = jnp.minimum(state.count, RING)
-    rolling = entries >= RING_FULL
-    mean, deviation = _moments(state.norms, entries)
-    loss_mean, loss_deviation = _moments(state.losses, entries)
-    z = jnp.where(rolling & finite, (log_norm - mean) / deviation, 0.0)
-    raw_mean, raw_deviation = _moments(jnp.exp(state.norms), entries)
-    size = state.baseline.shape[0]
-    baseline_full = state.baseline_count >= size
-    # Until the baseline is full only non-finite values and a hundredfold norm count.
-    hundredfold = (state.count > 0) & (log_norm > state.slow + jnp.log(100.0))
-    severe = (
-        jnp.where(
-            baseline_full,
-            rolling & ((reading.norm > raw_mean + section.severe_deviations * raw_deviation) & (z > section.spike_z))
-            | (state.count > 0) & (log_norm > state.slow + jnp.log(section.severe_ratio)),
-            hundredfold,
-        )
-        & finite
-    )
-    loss_spike = rolling & baseline_full & (reading.loss > loss_mean + section.severe_deviations * loss_deviation)
-    loss_spike &= finite
-    median = jnp.median(state.baseline)
-    nothing = jnp.minimum(reading.norm, reading.update_norm) < section.vanishing_floor
-    small = finite & (nothing | baseline_full & (log_norm < median + jnp.log(section.vanishing_ratio)))
-    vanishing = jnp.where(small, state.vanishing + 1, 0)
+    seen = finite & ~reading.empty
+    baseline = state.baseline[:baseline_steps]
+    baseline_full = state.baseline_count >= baseline_steps
+    norm = judge_norm(section, state, reading.norm, baseline_steps)
+    severe, spike = norm.severe & seen, norm.spike & seen
+    loss_mean, loss_deviation = _moments(state.losses, jnp.minimum(state.count, RING))
+    loss_spike = norm.rolling & baseline_full & seen
+    loss_spike &= reading.loss > loss_mean + section.severe_deviations * loss_deviation
+
+    def in_a_row(count: Array, holds: Array) -> Array:
+        """A step with values that are not numbers neither goes on with a row nor ends it."""
+        return jnp.where(finite, jnp.where(holds, count + 1, 0), count)
+
+    nothing = finite & (jnp.minimum(reading.norm, reading.update_norm) < section.vanishing_floor)
+    small = nothing | baseline_full & (norm.log < jnp.median(baseline) + jnp.log(section.vanishing_ratio))
+    vanishing = in_a_row(state.vanishing, small)
     # One step in a hundred of a sound run is above the 99th percentile; several in a row are not.
-    above = baseline_full & finite & (log_norm > jnp.quantile(state.baseline, 0.99))
-    high = jnp.where(above, state.high + 1, 0)
-    drift_now = baseline_full & finite & (state.fast - state.slow > jnp.log(section.drift_ratio))
-    drifting = jnp.where(drift_now, state.drifting + 1, 0)
+    high = in_a_row(state.high, baseline_full & (norm.log > jnp.quantile(baseline, 0.99)))
+    drifting = in_a_row(state.drifting, baseline_full & (state.fast - state.slow > jnp.log(section.drift_ratio)))
     clips = jnp.roll(state.clips, 1).at[0].set(reading.clipped)
     flags = {
         "nonfinite": ~finite,
-        "high": high == HIGH_STEPS,
-        "spike": baseline_full & (z > section.spike_z),
+        "high": finite & (high == HIGH_STEPS),
+        "spike": spike,
         "severe": severe,
-        "drift": drifting == section.drift_steps,
+        "drift": finite & (drifting == section.drift_steps),
         # The floor counts at once: a norm of zero is nothing that comes and goes.
-        "vanishing": (vanishing == section.vanishing_steps) | nothing & (vanishing == 1),
+        "vanishing": finite & (vanishing == section.vanishing_steps) | nothing & ~state.nothing,
         "clip_rate": (state.steps % CLIP_WINDOW == CLIP_WINDOW - 1) & (clips.mean() > section.clip_rate),
-        "update_norm": baseline_full & finite & (reading.update_norm > section.update_ratio * state.update_mean),
+        "update_norm": baseline_full & seen & (reading.update_norm > section.update_ratio * state.update_mean),
         "loss_spike": loss_spike,
-        "module": baseline_full & finite & (reading.module_shares.max() > section.module_share),
+        "module": baseline_full & seen & (reading.module_shares.max() > section.module_share),
     }
     flags = jnp.stack([flags[name] & (section.action(name) != "off") for name in DETECTORS])
     skips = jnp.array([section.action(name) in ("skip", "halt") for name in DETECTORS])
     skip = (flags & skips).any()
     outlier = ~finite | severe | loss_spike
-    state = _remember(section, state, reading, log_norm, outlier, skip, step)
-    state = replace(state, clips=clips, drifting=drifting, vanishing=vanishing, high=high)
-    return state, Verdict(flags, skip, z)
+    ignored = outlier | nothing | reading.empty
+    state = replace(
+        state,
+        clips=clips,
+        drifting=drifting,
+        vanishing=vanishing,
+        high=high,
+        nothing=nothing,
+        steps=state.steps + 1,
+        skipped=state.skipped + skip,
+        skipped_in_row=jnp.where(skip, state.skipped_in_row + 1, 0),
+        nonfinite=state.nonfinite + ~finite,
+        severe=state.severe + outlier,
+        last_severe=jnp.where(outlier, step, state.last_severe),
+    )
+    return _remember(state, reading, norm.log, outlier & finite, ignored, baseline_steps), Verdict(flags, skip, norm.z)
+
+
+@dataclass(frozen=True)
+class NormJudgement:
+    """A norm next to the statistics of those before it."""
+
+    log: Float[Array, ""]
+    rolling: Bool[Array, ""]
+    """Whether the rolling statistics are in use."""
+    z: Float[Array, ""]
+    spike: Bool[Array, ""]
+    severe: Bool[Array, ""]
+    usual: Float[Array, ""]
+    """What ZClip (arXiv 2504.02507) brings it to: beyond z* deviations of the log-norm, the farther out the closer to
+    the mean, exp(mean + z*^2 / z * deviation); before there are rolling statistics the exponential mean."""
+
+
+def judge_norm(
+    section: HealthSection, state: HealthState, norm: Float[Array, ""], baseline_steps: int
+) -> NormJudgement:
+    """The detectors that look at the norm alone; the adaptive clip asks before there is an update."""
+    log = jnp.log(jnp.maximum(norm, 1e-30))
+    entries = jnp.minimum(state.count, RING)
+    rolling = entries >= RING_FULL
+    baseline_full = state.baseline_count >= baseline_steps
+    mean, deviation = _moments(state.norms, entries)
+    raw_mean, raw_deviation = _moments(jnp.exp(state.norms), entries)
+    z = jnp.where(rolling & jnp.isfinite(norm), (log - mean) / deviation, 0.0)
+    known = (state.count > 0) & jnp.isfinite(norm)
+    far_out = rolling & (norm > raw_mean + section.severe_deviations * raw_deviation) & (z > section.spike_z)
+    far_out |= log > state.slow + jnp.log(section.severe_ratio)
+    # Until the baseline is full only a hundredfold norm counts.
+    severe = known & jnp.where(baseline_full, far_out, log > state.slow + jnp.log(100.0))
+    zclip = jnp.exp(mean + deviation * section.spike_z**2 / jnp.maximum(z, section.spike_z))
+    usual = jnp.where(rolling & (z > section.spike_z), zclip, jnp.exp(state.slow))
+    return NormJudgement(log, rolling, z, known & baseline_full & (z > section.spike_z), severe, usual)
 
 
 def adaptive_factor(
-    section: HealthSection, state: HealthState, norm: Float[Array, ""], clip_norm: float
+    section: HealthSection, state: HealthState, norm: Float[Array, ""], clip_norm: float, baseline_steps: int
 ) -> Float[Array, ""]:
-    """By what the clipped gradient is scaled where a detector of the norm has the action `clip`; 1 elsewhere.
-
-    The rule of ZClip (arXiv 2504.02507) on the log scale: beyond z* deviations, the more a norm exceeds them the closer
-    to the mean it is brought, exp(mean + z*^2 / z * deviation).
-    """
-    thresholds = {"spike": section.spike_z, "severe": section.severe_deviations}
-    asked = [threshold for name, threshold in thresholds.items() if section.action(name) == "clip"]
+    """By what the clipped gradient is scaled where a detector of the norm has the action `clip`; 1 elsewhere."""
+    asked = [name for name in ("spike", "severe") if section.action(name) == "clip"]
     if not section.enabled or not asked:
         return jnp.float32(1.0)
-    entries = jnp.minimum(state.count, RING)
-    mean, deviation = _moments(state.norms, entries)
-    z = (jnp.log(jnp.maximum(norm, 1e-30)) - mean) / deviation
-    brought_to = jnp.exp(mean + deviation * min(asked) ** 2 / jnp.maximum(z, min(asked)))
+    judged = judge_norm(section, state, norm, baseline_steps)
+    flagged = jnp.stack([getattr(judged, name) for name in asked]).any()
     clipped = jnp.maximum(jnp.minimum(norm, clip_norm), 1e-30)
-    return jnp.where((entries >= RING_FULL) & (z > min(asked)), jnp.minimum(1.0, brought_to / clipped), 1.0)
+    return jnp.where(flagged, jnp.minimum(1.0, judged.usual / clipped), 1.0)
 
 
 def recent_quantiles(state: HealthState) -> Float[Array, "3"]:
@@ -208,35 +244,22 @@ def recent_quantiles(state: HealthState) -> Float[Array, "3"]:
 
 
 def _remember(
-    section: HealthSection,
-    state: HealthState,
-    reading: Reading,
-    log_norm: Array,
-    outlier: Array,
-    skip: Array,
-    step: Array,
+    state: HealthState, reading: Reading, log_norm: Array, outlier: Array, ignored: Array, baseline_steps: int
 ) -> HealthState:
-    """The statistics with this update in them, the counters in any case."""
-    fresh = HealthState.start(state.baseline.shape[0])
-    anew = outlier & (state.flagged + 1 >= REBASELINE) & jnp.isfinite(log_norm)
-    state = replace(
-        state,
-        steps=state.steps + 1,
-        skipped=state.skipped + skip,
-        skipped_in_row=jnp.where(skip, state.skipped_in_row + 1, 0),
-        nonfinite=state.nonfinite + ~(jnp.isfinite(reading.norm) & jnp.isfinite(reading.loss)),
-        severe=state.severe + outlier,
-        last_severe=jnp.where(outlier, step, state.last_severe),
-        flagged=jnp.where(outlier & ~anew, state.flagged + 1, 0),
-    )
-    first = state.count == 0
+    """The statistics with this update in them, unless it is to be ignored; outliers in a row begin them anew."""
+    fresh = HealthState.start()
+    anew = outlier & (state.flagged + 1 >= REBASELINE)
+    taken_in_a_row = jnp.where(ignored & ~outlier, state.flagged, 0)  # what is no number, or nothing, says nothing
+    state = replace(state, flagged=jnp.where(outlier & ~anew, state.flagged + 1, taken_in_a_row))
 
     def mean(old: Array, new: Array, decay: float) -> Array:
-        return jnp.where(first, new, decay * old + (1 - decay) * new)
+        """Exponential; plain as long as there are few values."""
+        rate = jnp.maximum(1 - decay, 1 / (state.count + 1))
+        return old + rate * (new - old)
 
     slot = state.count % RING
-    into_baseline = reading.learning & (state.baseline_count < state.baseline.shape[0])
-    place = jnp.minimum(state.baseline_count, state.baseline.shape[0] - 1)
+    into_baseline = reading.learning & (state.baseline_count < baseline_steps)
+    place = jnp.minimum(state.baseline_count, baseline_steps - 1)
     taken_in = replace(
         state,
         norms=state.norms.at[slot].set(log_norm),
@@ -248,7 +271,7 @@ def _remember(
         baseline=jnp.where(into_baseline, state.baseline.at[place].set(log_norm), state.baseline),
         baseline_count=state.baseline_count + into_baseline,
     )
-    kept = jax.tree.map(lambda new, old: jnp.where(outlier, old, new), taken_in, state)
+    kept = jax.tree.map(lambda new, old: jnp.where(ignored, old, new), taken_in, state)
     restarted = replace(
         state,
         baseline=fresh.baseline,

@@ -6,7 +6,6 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +34,14 @@ from dflash_jax.models.target import Target
 from dflash_jax.parallel import compiled_only, compute_dtype, make_meshes
 from dflash_jax.telemetry.sinks import ConsoleSink, JsonlSink, TensorBoardSink, WandbSink, truncate_rows
 from dflash_jax.telemetry.stages import DRAFTER, StageClock
-from dflash_jax.telemetry.stream import MetricStream, Sink
+from dflash_jax.telemetry.stream import MetricStream, Row, Sink
 from dflash_jax.training.checkpoint import Checkpoints, Position
 from dflash_jax.training.compiled import Compiled, compile_step, count_compiles
 from dflash_jax.training.export import export_drafter
 from dflash_jax.training.noise import make_noise
 from dflash_jax.training.optimizer import make_optimizer, make_schedule, warmup_steps
 from dflash_jax.training.pipeline import Pipeline, check_memory_kind, check_pool_memory
-from dflash_jax.training.rows import training_row
+from dflash_jax.training.rows import RowMaker
 from dflash_jax.training.rules import (
     baseline_steps,
     check_batch,
@@ -120,6 +119,7 @@ def train(config: Config, resume: bool = False) -> Summary:
             config=config.model_dump(mode="json"),
             wandb_id=uuid.uuid4().hex,
             buckets=buckets,
+            baseline_steps=baseline_steps(config.health, steps),
             records=records.manifest.digest,
             compute_dtype=str(dtype),
         )
@@ -142,7 +142,7 @@ def train(config: Config, resume: bool = False) -> Summary:
         tree_blocks=config.metrics.blocks,
         clip_norm=config.optimizer.clip_norm,
         health=config.health,
-        baseline_steps=baseline_steps(config.health, steps),
+        baseline_steps=position.baseline_steps,
         learning_from=warmup_steps(config.optimizer, steps),
         split_fc=config.pipeline.split_fc,
         noise=make_noise(config.noise, steps),
@@ -178,12 +178,18 @@ def train(config: Config, resume: bool = False) -> Summary:
         sinks, alert = make_sinks(config, folder, position, steps, resumed)
         modules = module_names(step.specs)
         watch = HealthWatch(config.health, modules, folder.event, alert)
+        rows = RowMaker(settings.edges, modules, config.health)
+
+        def observe(step: int, values: Row, known: Row) -> list[Callable[[], None]]:
+            rows.note(step, values)
+            return watch.observe(step, values, known) if config.health.enabled else []
+
         stream = MetricStream(
             sinks,
             config.telemetry.log_every,
             window=stages.take,
-            render=partial(training_row, edges=settings.edges, modules=modules, section=config.health),
-            observe=watch.observe if config.health.enabled else None,
+            render=rows,
+            observe=observe,
         )
         closing.callback(stream.close)
         pipeline = Pipeline(
@@ -235,10 +241,13 @@ def train(config: Config, resume: bool = False) -> Summary:
             if stop.name or is_due(position.step, config.training.checkpoint_every):
                 save()
             if watch.halt:
-                save()
-                raise UserError(f"halted after step {position.step}, state saved: {watch.halt}")
+                break
             if stop.name:
                 raise Interrupted(f"{stop.name} at step {position.step}, state saved; go on with --resume")
+        stream.flush()
+        if watch.halt:
+            save()
+            raise UserError(f"halted after step {position.step}, state saved: {watch.halt}")
         after = evaluate() if evaluator else None
         save()
         stream.flush()

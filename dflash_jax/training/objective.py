@@ -99,6 +99,7 @@ def _chunk_loss(hidden: Array, labels: Array, weights: Array, projection: Array,
     label_logit = jnp.where(is_label, logits, 0.0).sum(axis=-1)
     nll = jnp.log(normaliser[..., 0]) + top[..., 0] - label_logit
     # A count in the pass that reads the logits anyway; sorting or an index reduction would read them once more.
-    ranks = (logits > label_logit[..., None]).sum(axis=-1, dtype=jnp.int32)
+    # Written so that logits that are not numbers count as larger: a broken batch hits nothing.
+    ranks = (~(logits <= label_logit[..., None])).sum(axis=-1, dtype=jnp.int32)
     gradient = weights[..., None] * (exponentials / normaliser - is_label.astype(jnp.float32))
     return jnp.sum(weights * nll), ranks, gradient, to_raw

@@ -1,33 +1,57 @@
 """Host values of a step -> the fields of its row."""
 
 import math
+from dataclasses import dataclass, field
 
-import jax
 import numpy as np
 
 from dflash_jax.sections import DETECTORS, HealthSection
 from dflash_jax.telemetry.stream import Row
 
 
-def training_row(step: int, values: Row, edges: tuple[int, ...], modules: list[str], section: HealthSection) -> Row:
-    """Arrays by bucket, by module and by detector get the names of what they stand for.
+@dataclass
+class RowMaker:
+    """Gives arrays by bucket, by module and by detector the names of what they stand for.
 
-    Buckets without a batch in the step, trees that were not looked at, and (but for every `modules_every` steps) the
-    norms by module are left out.
+    What is measured now and then (draft trees, norms by module) goes into the next row that is logged.
     """
-    row = {name: value.tolist() for name, value in values.items() if isinstance(value, np.ndarray)}
-    by_bucket = values["by_bucket"]
-    row["by_bucket"] = {
-        str(edge): jax.tree.map(lambda value, at=at: value[at].tolist(), by_bucket)
-        for at, edge in enumerate(edges)
-        if by_bucket["padded_tokens"][at]
-    }
-    for name in [name for name in row if name.startswith("ddtree_accept@") and math.isnan(row[name])]:
-        del row[name]
-    if "flags" in row:
-        row["flags"] = [name for name, flag in zip(DETECTORS, row["flags"], strict=True) if flag]
-        norms, quantiles = row.pop("module_norms"), row.pop("norm_baseline")
-        row["norm_quantiles"] = dict(zip(("p50", "p95", "p99"), quantiles, strict=True))
-        if step % section.modules_every == 0:
-            row["module_norms"] = dict(zip(modules, norms, strict=True))
-    return row
+
+    edges: tuple[int, ...]
+    modules: list[str]
+    section: HealthSection
+    _rare: Row = field(default_factory=dict)
+
+    def note(self, step: int, values: Row) -> None:
+        """See every step, logged or not."""
+        self._rare |= {name: value.tolist() for name, value in values.items() if _looked_at(name, value)}
+        if "module_norms" in values and step % self.section.modules_every == 0:
+            self._rare["module_norms"] = dict(zip(self.modules, values["module_norms"].tolist(), strict=True))
+
+    def __call__(self, step: int, values: Row) -> Row:
+        """The fields of a logged step, which was noted before."""
+        hidden = {"by_bucket", "module_norms", "norm_baseline"}
+        row = {
+            name: value.tolist()
+            for name, value in values.items()
+            if name not in hidden and not name.startswith("ddtree_accept@")
+        }
+        by_bucket = values["by_bucket"]
+        row["by_bucket"] = {
+            str(edge): {
+                name: value[at].tolist()
+                for name, value in by_bucket.items()
+                if not name.startswith("ddtree_accept@") or _looked_at(name, value[at])
+            }
+            for at, edge in enumerate(self.edges)
+            if by_bucket["padded_tokens"][at]
+        }
+        if "flags" in row:
+            row["flags"] = [name for name, flag in zip(DETECTORS, row["flags"], strict=True) if flag]
+            row["norm_quantiles"] = dict(zip(("p50", "p95", "p99"), values["norm_baseline"].tolist(), strict=True))
+        row |= self._rare
+        self._rare = {}
+        return row
+
+
+def _looked_at(name: str, value: np.ndarray) -> bool:
+    return name.startswith("ddtree_accept@") and not math.isnan(value)

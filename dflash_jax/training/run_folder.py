@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +17,7 @@ from dflash_jax.data.records import Records, file_digest, open_records, prepare
 from dflash_jax.errors import UserError
 from dflash_jax.models.architecture import TargetArchitecture
 from dflash_jax.models.huggingface import embedded_path
+from dflash_jax.telemetry.sinks import finite
 
 
 class RunFolder:
@@ -28,6 +30,7 @@ class RunFolder:
         self.data = path / "data"
         self.export = path / "export"
         self._events = path / "events.jsonl"
+        self._writing = threading.Lock()  # the loop and the stream both have events
 
     def open(self, resume: bool) -> bool:
         """Make the folder.
@@ -60,8 +63,9 @@ class RunFolder:
     def event(self, name: str, **fields: Any) -> None:
         """Append to `events.jsonl`: starts, restarts, ends, warnings."""
         row = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "event": name, **fields}
-        with self._events.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        line = json.dumps(finite(row), allow_nan=False) + "\n"
+        with self._writing, self._events.open("a", encoding="utf-8") as file:
+            file.write(line)
 
 
 def training_records(

@@ -80,7 +80,7 @@ class StepSettings:
     health: HealthSection = field(default_factory=HealthSection)
     baseline_steps: int = 64
     learning_from: int = 0
-    """First step of the monitor's baseline: the end of the learning rate's warm-up."""
+    """Updates before the monitor's baseline: the warm-up of the learning rate."""
 
 
 def tables_of(params: Params) -> Tables:

@@ -155,7 +155,7 @@ def accumulate(
         state.params, graph, tables, taps, blocks, batch.lengths, settings, shards
     )
     first_of_step = state.sums.padded_tokens.sum() == 0
-    trees_due = first_of_step & (state.step % settings.tree_every == 0)
+    trees_due = first_of_step & ((state.step + 1) % settings.tree_every == 0)
     sums = with_trees(sums, tables, hidden, ranks, blocks, settings, trees_due)
     state = replace(
         state,
@@ -176,13 +176,17 @@ def update(settings: StepSettings, state: TrainState) -> tuple[TrainState, dict[
     gradient = jax.tree.map(lambda g: g * scale, state.gradient)
     grad_norm = optax.tree.norm(gradient)
     drafting = drafting_metrics(total)
-    factor = adaptive_factor(settings.health, state.health, grad_norm, settings.clip_norm)
+    factor = adaptive_factor(settings.health, state.health, grad_norm, settings.clip_norm, settings.baseline_steps)
     updates, optimizer_state = settings.optimizer.update(gradient, state.optimizer, state.params, factor=factor)
     params = optax.apply_updates(state.params, updates)
+
+    def trees(sums: DraftingSums) -> dict[str, Array]:
+        return tree_metrics(sums) if settings.tree_blocks else {}
+
     metrics = {
         **drafting,
-        **(tree_metrics(total) if settings.tree_blocks else {}),
-        "by_bucket": drafting_metrics(state.sums),
+        **trees(total),
+        "by_bucket": {**drafting_metrics(state.sums), **trees(state.sums)},
         "grad_norm": grad_norm,
         "learning_rate": settings.schedule(state.applied),
     }
@@ -196,9 +200,10 @@ def update(settings: StepSettings, state: TrainState) -> tuple[TrainState, dict[
             update_norm=update_norm,
             module_shares=squares / jnp.maximum(squares.sum(), 1e-30),
             clipped=grad_norm > settings.clip_norm,
-            learning=state.step >= settings.learning_from,
+            empty=total.weight == 0,
+            learning=state.applied >= settings.learning_from,
         )
-        health, verdict = observe(settings.health, state.health, reading, state.step)
+        health, verdict = observe(settings.health, state.health, reading, state.step, settings.baseline_steps)
         skip = verdict.skip
         params, optimizer_state = jax.tree.map(
             lambda new, old: jnp.where(skip, old, new), (params, optimizer_state), (state.params, state.optimizer)
@@ -302,7 +307,7 @@ def make_step(settings: StepSettings, meshes: Meshes) -> Step:
         optimizer=optimizer_shardings(settings.optimizer, weights.abstract(specs, drafter_mesh), params, replicated),
         gradient=params,
         sums=jax.tree.map(lambda _: replicated, jax.eval_shape(lambda: DraftingSums.zeros(2, 1))),
-        health=jax.tree.map(lambda _: replicated, jax.eval_shape(lambda: HealthState.start(1))),
+        health=jax.tree.map(lambda _: replicated, jax.eval_shape(lambda: HealthState.start())),
         applied=replicated,
     )
     return Step(
@@ -354,7 +359,7 @@ def init_state(step: Step, settings: StepSettings, seed: int, params: Params | N
             optimizer=settings.optimizer.init(params),
             gradient=jax.tree.map(jnp.zeros_like, params),
             sums=DraftingSums.zeros(settings.drafter.block_size, len(settings.edges)),
-            health=HealthState.start(settings.baseline_steps),
+            health=HealthState.start(),
             applied=jnp.int32(0),
         )
 
@@ -373,7 +378,7 @@ def abstract_state(step: Step, settings: StepSettings) -> TrainState:
             optimizer=settings.optimizer.init(params),
             gradient=params,
             sums=DraftingSums.zeros(settings.drafter.block_size, len(settings.edges)),
-            health=HealthState.start(settings.baseline_steps),
+            health=HealthState.start(),
             applied=jnp.int32(0),
         )
 

@@ -1,7 +1,7 @@
 """The host's side of the monitor: what the device flagged becomes events, alerts, and at worst the end of the run.
 
-It runs on the stream's thread, a few steps behind the devices. Skips and clips have happened by then; nothing here can
-change the course of a step.
+It sees every step on the stream's reader thread, a few steps behind the devices; what is to be written or sent is done
+on the sinks' thread. Skips and clips have happened by then; nothing here can change the course of a step.
 """
 
 import time
@@ -61,37 +61,41 @@ class HealthWatch:
         self.halt: str | None = None
         """Why the run must end; the loop looks at it after each step."""
 
-    def observe(self, step: int, values: Row, known: Row) -> None:
-        """Take a step's values, all of them, in order."""
+    def observe(self, step: int, values: Row, known: Row) -> list[Callable[[], None]]:
+        """Take a step's values, in order; what is to be done about them."""
         kept = ("loss", "grad_norm", "norm_z", "update_norm", "clip_factor", "learning_rate")
         record = {"step": step, **{name: float(values[name]) for name in kept}, **known}
         self._ring.append(record)
         found = [name for name, flag in zip(DETECTORS, values["flags"].tolist(), strict=True) if flag]
-        for name in found:
-            self._report(name, record, values)
-        if SEVERE & set(found):
-            self._event("forensics", step=step, detectors=found, steps=list(self._ring))
         self._check_caps(step, values)
+        tasks = [task for name in found for task in self._report(name, record, values)]
+        if SEVERE & set(found) and self._is_due("forensics"):
+            steps = list(self._ring)
+            tasks.append(lambda: self._event("forensics", step=step, detectors=found, steps=steps))
+        return tasks
 
-    def _report(self, name: str, record: Row, values: Row) -> None:
+    def _report(self, name: str, record: Row, values: Row) -> list[Callable[[], None]]:
         action = self._section.action(name)
         details = dict(record)
         if name == "module":
             norms = values["module_norms"]
             details["module"] = self._modules[int(np.argmax(norms))]
-        self._event("health", detector=name, action=action, text=EXPLAINED[name], **details)
         if action == "halt":
             self.halt = self.halt or f"detector {name}: {EXPLAINED[name]} (norm {record['grad_norm']:.4g})"
-        if action in ("off", "log"):
-            return
+        tasks = [lambda: self._event("health", detector=name, action=action, text=EXPLAINED[name], **details)]
+        if action != "log" and self._is_due(name):
+            title = f"{name} at step {record['step']}"
+            text = f"{EXPLAINED[name]}; norm {record['grad_norm']:.4g}, loss {record['loss']:.4g}, action: {action}"
+            tasks.append(lambda: self._alert(title, text))
+        return tasks
+
+    def _is_due(self, what: str) -> bool:
+        """Whether the last alert of it is long enough ago."""
         now = self._clock()
-        if now - self._alerted.get(name, -np.inf) >= self._section.alert_seconds:
-            self._alerted[name] = now
-            norm, loss = record["grad_norm"], record["loss"]
-            self._alert(
-                f"{name} at step {record['step']}",
-                f"{EXPLAINED[name]}; norm {norm:.4g}, loss {loss:.4g}, action: {action}",
-            )
+        if now - self._alerted.get(what, -np.inf) < self._section.alert_seconds:
+            return False
+        self._alerted[what] = now
+        return True
 
     def _check_caps(self, step: int, values: Row) -> None:
         """More skips than a sound run can have mean a wrong threshold or a broken run."""

@@ -6,15 +6,19 @@ import jax
 import numpy as np
 import pytest
 
-from dflash_jax.errors import UserError
+from dflash_jax.errors import Interrupted, UserError
 from dflash_jax.training.compiled import CompiledStep
 from dflash_jax.training.loop import train
 from dflash_jax.training.state import Features
-from tests.training.test_loop import recipe, rows_of, values, workspace  # noqa: F401
+from tests.training.test_loop import interrupt_after, recipe, rows_of, values, workspace  # noqa: F401
 
 
 def events_of(folder, name):
-    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    def refuse(constant):
+        raise AssertionError(f"{constant} is no JSON")
+
+    lines = (folder / "events.jsonl").read_text().splitlines()
+    events = [json.loads(line, parse_constant=refuse) for line in lines]
     return [event for event in events if event["event"] == name]
 
 
@@ -33,7 +37,7 @@ def poison(monkeypatch, *batches):
     monkeypatch.setattr(CompiledStep, "hand_over", poisoned)
 
 
-def test_a_batch_of_no_numbers_is_skipped_and_told(workspace, monkeypatch):  # noqa: F811
+def test_a_batch_of_no_numbers_is_skipped_and_told(workspace, monkeypatch, capsys):  # noqa: F811
     """Its update leaves the weights alone, the next ones train; events hold the step, its batches, the steps before."""
     folder = workspace / "poisoned"
     poison(monkeypatch, 7)
@@ -50,7 +54,8 @@ def test_a_batch_of_no_numbers_is_skipped_and_told(workspace, monkeypatch):  # n
     assert (event["detector"], event["action"], event["step"], event["batch_ids"]) == ("nonfinite", "skip", 4, [6, 7])
     (forensics,) = events_of(folder, "forensics")
     assert [step["step"] for step in forensics["steps"]] == [1, 2, 3, 4]
-    assert "alert: nonfinite at step 4" not in (folder / "metrics.jsonl").read_text()
+    assert rows[3]["accuracy"] < 0.6
+    assert capsys.readouterr().err.count("alert: nonfinite at step 4: loss or gradient is not finite") == 1
 
 
 def test_a_run_of_skips_ends_the_run_with_its_state_saved(workspace, monkeypatch):  # noqa: F811
@@ -72,6 +77,22 @@ def test_a_threshold_set_absurdly_low_halts_by_the_cap(workspace):  # noqa: F811
     assert first["module"] in ("fc", "hidden_norm", "norm", "layers.0.self_attn", "layers.0.mlp", "layers.0.norms")
 
 
+def test_a_fault_in_the_last_step_halts_too(workspace, monkeypatch):  # noqa: F811
+    poison(monkeypatch, 5)
+    with pytest.raises(UserError, match="detector nonfinite"):
+        train(recipe(workspace / "last", "pipeline.draw=fifo", "training.steps=3", "health.actions={nonfinite: halt}"))
+
+
+def test_rare_values_reach_the_next_logged_row(workspace):  # noqa: F811
+    """Trees after steps 3, 6, .. and modules after 5, 10 with a row every fourth step: each in the next row."""
+    folder = workspace / "rare"
+    train(recipe(folder, "telemetry.log_every=4", "metrics.every=3", "health.modules_every=5", "training.steps=12"))
+    rows = rows_of(folder)
+    assert [row["step"] for row in rows] == [4, 8, 12]
+    assert ["ddtree_accept@64" in row for row in rows] == [True, True, True]
+    assert ["module_norms" in row for row in rows] == [False, True, True]
+
+
 def test_halt_is_an_action(workspace, monkeypatch):  # noqa: F811
     poison(monkeypatch, 7)
     with pytest.raises(UserError, match="detector nonfinite: loss or gradient is not finite"):
@@ -86,3 +107,13 @@ def test_without_the_monitor_a_run_is_the_same(workspace):  # noqa: F811
     assert all("flags" not in row and "norm_z" not in row for row in unwatched)
     for key in ("loss", "grad_norm", "learning_rate", "tokens"):
         np.testing.assert_allclose([row[key] for row in unwatched], [row[key] for row in watched], rtol=1e-5)
+
+
+def test_a_run_is_resumed_with_more_steps(workspace, monkeypatch):  # noqa: F811
+    """The baseline grows with the run; the checkpoint fits all the same."""
+    folder = workspace / "longer"
+    train(recipe(folder, "training.steps=3"))
+    interrupt_after(5, monkeypatch)
+    with pytest.raises(Interrupted):
+        train(recipe(folder, "training.steps=2000"), resume=True)
+    assert [row["step"] for row in rows_of(folder)] == [1, 2, 3, 4, 5]
