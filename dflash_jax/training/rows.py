@@ -1,6 +1,5 @@
 """Host values of a step -> the fields of its row."""
 
-import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,24 +22,20 @@ class RowMaker:
 
     def note(self, step: int, values: Row) -> None:
         """See every step, logged or not."""
-        self._rare |= {name: value.tolist() for name, value in values.items() if _looked_at(name, value)}
+        self._rare |= {name: value.tolist() for name, value in values.items() if _is_tree(name) and not np.isnan(value)}
         if "module_norms" in values and step % self.section.modules_every == 0:
             self._rare["module_norms"] = dict(zip(self.modules, values["module_norms"].tolist(), strict=True))
 
     def __call__(self, step: int, values: Row) -> Row:
         """The fields of a logged step, which was noted before."""
         hidden = {"by_bucket", "module_norms", "norm_baseline"}
-        row = {
-            name: value.tolist()
-            for name, value in values.items()
-            if name not in hidden and not name.startswith("ddtree_accept@")
-        }
+        row = {name: value.tolist() for name, value in values.items() if name not in hidden and not _is_tree(name)}
         by_bucket = values["by_bucket"]
         row["by_bucket"] = {
             str(edge): {
                 name: value[at].tolist()
                 for name, value in by_bucket.items()
-                if not name.startswith("ddtree_accept@") or _looked_at(name, value[at])
+                if not (_is_tree(name) and np.isnan(value[at]))
             }
             for at, edge in enumerate(self.edges)
             if by_bucket["padded_tokens"][at]
@@ -53,5 +48,6 @@ class RowMaker:
         return row
 
 
-def _looked_at(name: str, value: np.ndarray) -> bool:
-    return name.startswith("ddtree_accept@") and not math.isnan(value)
+def _is_tree(name: str) -> bool:
+    """Whether a value is NaN in the steps that did not look."""
+    return name.startswith("ddtree_accept@")
