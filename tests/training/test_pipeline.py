@@ -37,6 +37,7 @@ def recipe(folder, *overrides):
         "training.anchors=6",
         "training.checkpoint_every=3",
         "drafter.layers=1",
+        "metrics.blocks=0",
         f"data.bucket_edges={list(EDGES)}",
         f"data.train={folder.parent / 'rows.jsonl'}",
         "evaluation.prompts=null",
