@@ -297,9 +297,13 @@ DETECTORS = (
 )
 """What the monitor looks for; see `docs/guide.md`."""
 
-Action = Literal["off", "log", "alert", "clip", "skip", "halt"]
+Action = Literal["off", "log", "alert", "clip", "skip", "rollback", "halt"]
 """log: a line in `events.jsonl`; alert: also on the console and to Weights & Biases; clip: also clip this update to
-the usual size; skip: alert and leave weights and moments as they are; halt: skip and end the run."""
+the usual size; skip: alert and leave weights and moments as they are; rollback: skip, then go back to the last good
+checkpoint and pass over the batches that were flagged; halt: skip and end the run."""
+
+SKIPPING = frozenset({"skip", "rollback", "halt"})
+"""Actions that leave weights and moments as they are."""
 
 
 class HealthSection(Section):
@@ -319,7 +323,7 @@ class HealthSection(Section):
     drift_ratio: Annotated[float, Field(gt=1)] = 1.5
     """drift: the fast exponential mean of the norm over the slow one ..."""
     drift_steps: Count = 200
-    """... for so many steps."""
+    """... for so many steps; a rising line through the last 1000 steps (t above 4) is a drift too."""
     vanishing_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """vanishing: the norm over the baseline's median ..."""
     vanishing_steps: Count = 100
@@ -331,13 +335,21 @@ class HealthSection(Section):
     update_ratio: Annotated[float, Field(gt=1)] = 2.0
     """update_norm: the norm of what the optimizer adds over its exponential mean."""
     module_share: Ratio = 0.9
-    """module: share of one module in the squared norm."""
+    """module: share of one module in the squared norm ..."""
+    module_jump: Annotated[float, Field(gt=1)] = 10.0
+    """... or that share over its exponential mean, where it is at least a tenth."""
     modules_every: Count = 50
     """Steps between rows with the norms of all modules."""
     skips_in_row: Count = 5
     """More skipped updates in a row end the run."""
     skipped_share: Ratio = 0.01
     """And so does a larger share of skipped updates, once there were more than `skips_in_row`."""
+    rollbacks: Count = 3
+    """A run that would be rolled back once more ends."""
+    rollback_look: Count = 16
+    """Steps from the first flagged one on, without their updates, in which further bad batches are looked for."""
+    good_after: Count = 50
+    """A checkpoint is good if so many steps behind it had no severe event."""
     alert_seconds: Annotated[float, Field(ge=0)] = 300.0
     """Least time between two alerts of one detector."""
 
@@ -357,13 +369,18 @@ class HealthSection(Section):
         for name, action in self.actions.items():
             if action == "clip" and name not in ("spike", "severe"):
                 raise ValueError(f"actions: {name} cannot clip; only spike and severe judge the norm before an update")
-        if self.action("nonfinite") not in ("skip", "halt"):
-            raise ValueError("actions: nonfinite must skip or halt; any other update destroys weights and moments")
+        if self.action("nonfinite") not in SKIPPING:
+            raise ValueError("actions: nonfinite must skip, roll back or halt: its update destroys weights and moments")
         return self
 
     def action(self, detector: str) -> Action:
         """What is done about it."""
         return self.actions.get(detector, DEFAULT_ACTIONS[detector])
+
+    @property
+    def rolls_back(self) -> bool:
+        """Whether any detector does."""
+        return self.enabled and "rollback" in self.actions.values()
 
 
 DEFAULT_ACTIONS: dict[str, Action] = {
@@ -375,7 +392,7 @@ DEFAULT_ACTIONS: dict[str, Action] = {
     "vanishing": "alert",
     "clip_rate": "log",
     "update_norm": "alert",
-    "loss_spike": "alert",
+    "loss_spike": "skip",
     "module": "alert",
 }
 

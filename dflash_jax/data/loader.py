@@ -65,12 +65,28 @@ class ReadPosition:
     waiting: tuple[int, ...] = ()
     """Batches that were read but not trained on, in their order; they are read again."""
 
+    def without(self, passed_over: frozenset[int]) -> "ReadPosition":
+        """With fewer batches waiting."""
+        return ReadPosition(self.next, tuple(batch_id for batch_id in self.waiting if batch_id not in passed_over))
+
 
 class BatchSource:
     """Random access to the batches of a run, for Grain."""
 
-    def __init__(self, records: Records, buckets: Buckets, order: Order, seed: int, batches: int):
-        """The first `batches` batches of a run over `records`, epoch after epoch."""
+    def __init__(
+        self,
+        records: Records,
+        buckets: Buckets,
+        order: Order,
+        seed: int,
+        batches: int,
+        passed_over: frozenset[int] = frozenset(),
+    ):
+        """The first `batches` batches of a run over `records`, epoch after epoch, and those that `passed_over` costs.
+
+        Args:
+            passed_over: batches that must not be trained on; they keep their numbers.
+        """
         import grain
 
         self._rows = grain.sources.ArrayRecordDataSource(list(records.paths))
@@ -80,7 +96,8 @@ class BatchSource:
         self.batches_at = batches_of(records.lengths, buckets)
         """Batches of each edge in an epoch."""
         self.per_epoch = sum(self.batches_at.values())
-        self._batches = batches
+        self.passed_over = passed_over
+        self._batches = batches + len(passed_over)
 
     def __len__(self) -> int:
         return self._batches
@@ -115,7 +132,8 @@ def read_ahead(source: BatchSource, position: ReadPosition, threads: int) -> Ite
 
     options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=PREFETCH)
     following = iter(grain.MapDataset.source(source)[position.next :].to_iter_dataset(options))
-    return chain((source[batch_id] for batch_id in position.waiting), following)
+    wanted = (batch for batch in following if batch.batch_id not in source.passed_over)
+    return chain((source[batch_id] for batch_id in position.waiting), wanted)
 
 
 def place(batch: Batch, shardings: Batch) -> Batch:

@@ -37,6 +37,8 @@ class ChainAnswers:
     """`[batch, block]` int32: rounds that produced 1..block tokens, the bonus token included."""
     accepted_at: Leaf
     """`[batch, block - 1]` int32: rounds whose draft at offset 1..block-1 was accepted."""
+    begun_at: Leaf
+    """`[batch, max_new + block]` bool: tokens that a round began with, its anchors."""
 
 
 @jax.tree_util.register_dataclass
@@ -97,7 +99,7 @@ def decode_chain(
         until_stop = jnp.where(ends.any(axis=1), jnp.argmax(ends, axis=1) + 1, block)
         produced = jnp.minimum(jnp.minimum(accepted + 1, until_stop), max_new_tokens - state.answers.counts)
         produced = jnp.where(state.done, 0, produced)
-        answers = _record(state.answers, choices, produced, jnp.minimum(accepted, produced))
+        answers = _record(state.answers, choices, produced, jnp.minimum(accepted, produced), ~state.done)
         last = jnp.take_along_axis(choices, jnp.maximum(produced - 1, 0)[:, None], axis=1)[:, 0]
         done = state.done | is_stop(last, stop_ids) | (answers.counts >= max_new_tokens)
         context = drafter.context(tapped, positions)
@@ -120,6 +122,7 @@ def decode_chain(
         counts=active.astype(jnp.int32),
         histogram=jnp.zeros((rows, block), jnp.int32),
         accepted_at=jnp.zeros((rows, block - 1), jnp.int32),
+        begun_at=jnp.zeros((rows, max_new_tokens + block), bool),
     )
     done = ~active | is_stop(first, stop_ids) | (answers.counts >= max_new_tokens)
     state = _ChainState(answers, first, batch.lengths, done, target_cache, draft_cache)
@@ -134,7 +137,7 @@ def make_chain_decoder(
     return Decoder(decode, mesh, lambda batch, params: ((target.params, params), batch))
 
 
-def _record(answers: ChainAnswers, choices: Array, produced: Array, accepted: Array) -> ChainAnswers:
+def _record(answers: ChainAnswers, choices: Array, produced: Array, accepted: Array, active: Array) -> ChainAnswers:
     block = choices.shape[1]
     write = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice_in_dim(row, new, at, axis=0))
     return ChainAnswers(
@@ -143,6 +146,8 @@ def _record(answers: ChainAnswers, choices: Array, produced: Array, accepted: Ar
         counts=answers.counts + produced,
         histogram=answers.histogram + (produced[:, None] == jnp.arange(1, block + 1)[None, :]),
         accepted_at=answers.accepted_at + (accepted[:, None] >= jnp.arange(1, block)[None, :]),
+        begun_at=answers.begun_at
+        | (active[:, None] & (jnp.arange(answers.begun_at.shape[1])[None, :] == answers.counts[:, None] - 1)),
     )
 
 

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
@@ -16,6 +17,9 @@ from dflash_jax.decoding.prompts import PromptBatch, batch_prompts
 from dflash_jax.models.architecture import DrafterArchitecture
 from dflash_jax.models.target import FrozenTarget
 from dflash_jax.models.weights import Params
+from dflash_jax.telemetry.drafting import DraftingSums, drafting_metrics, tree_metrics
+
+Examine = Callable[[PromptBatch, ChainAnswers, Params], DraftingSums]
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,9 @@ class Report:
     mismatches: tuple[Mismatch, ...]
     seconds_plain: float
     seconds_speculative: float
+    drafting: dict[str, Any]
+    """The drafting metrics of the same answers in the training layout, with the anchors that decoding visited: what
+    training would report of them. Empty where nobody looked."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -69,8 +76,14 @@ class Evaluator:
         batch_size: int,
         mesh: Mesh,
         advance: Callable[[int], None] = lambda prompts: None,
+        examine: Examine | None = None,
     ):
-        """`advance` is called with the number of prompts that were just decoded, plainly or with the drafter."""
+        """
+        Args:
+            advance: is called with the number of prompts that were just decoded, plainly or with the drafter.
+            examine: gives the drafting metrics' sums of a batch of answers; what it takes is not timed.
+        """
+        self._examine = examine
         self._advance = advance
         self._names = names
         self._batches = list(batch_prompts(prompts, batch_size, mesh))
@@ -117,7 +130,16 @@ class Evaluator:
             mismatches=mismatches,
             seconds_plain=seconds_plain,
             seconds_speculative=seconds,
+            drafting=self._drafting(chain, params),
         )
+
+    def _drafting(self, chain: Sequence[ChainAnswers], params: Params) -> dict[str, Any]:
+        """The metrics of all answers, divided once."""
+        if self._examine is None:
+            return {}
+        batches = [self._examine(*batch, params) for batch in zip(self._batches, chain, strict=True)]
+        total = jax.tree.map(lambda *sums: jnp.asarray(np.sum(sums, axis=0)), *batches)
+        return {name: np.asarray(value).tolist() for name, value in _metrics(total).items()}
 
     def _timed(self, decode: Callable[[PromptBatch], Any]) -> tuple[list[Any], float]:
         """Answers on the host, a batch each, and the seconds of all."""
@@ -127,6 +149,10 @@ class Evaluator:
             answers.append(jax.device_get(decode(batch)))
             self._advance(int((indices >= 0).sum()))
         return answers, time.perf_counter() - start
+
+
+def _metrics(sums: DraftingSums) -> dict[str, Any]:
+    return {**drafting_metrics(sums), **tree_metrics(sums)}
 
 
 def _cut(answers: Answers | ChainAnswers, row: int) -> list[int]:

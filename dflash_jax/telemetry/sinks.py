@@ -117,6 +117,8 @@ class WandbSink:
             resume="allow" if resumed and mode == "online" else None,
             settings=wandb.Settings(silent=True),
         )
+        # The table of runs shows the best drafter beside the last one.
+        self._run.define_metric("eval/acceptance_length", summary="max,last")
 
     def write(self, row: Row) -> None:
         self._run.log(flatten(row), step=row["step"])

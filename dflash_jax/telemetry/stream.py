@@ -45,7 +45,8 @@ class Outlet:
 
     def __init__(self, sink: Sink):
         self._sink = sink
-        self._backlog: deque[Row] = deque(maxlen=BACKLOG)
+        self._backlog: deque[Row] = deque()
+        self._lost = 0
         self._failing = self._dropped = False
 
     def write(self, row: Row) -> None:
@@ -53,25 +54,41 @@ class Outlet:
         if self._dropped:
             return
         self._backlog.append(row)
-        try:
-            while self._backlog:
-                self._sink.write(self._backlog[0])
-                self._backlog.popleft()
-            self._failing = False
-        except Exception as error:  # a full disk or a lost network must not end the training
-            self._report(row, error)
-            self._dropped = not self._sink.retries
+        if len(self._backlog) > BACKLOG:
+            self._backlog.popleft()
+            self._lost += 1
+        self._drain()
 
     def close(self) -> None:
         """A last try, and the end."""
-        if self._backlog and not self._dropped:
-            self.write(self._backlog.pop())
-        if self._backlog:
-            print(f"warning: {type(self._sink).__name__} lost {len(self._backlog)} rows", file=sys.stderr)
+        if not self._dropped:
+            self._drain()
+        self._lost += len(self._backlog)
+        if self._lost:
+            print(f"warning: {type(self._sink).__name__} lost {self._lost} rows", file=sys.stderr)
         try:
             self._sink.close()
-        except Exception as error:  # as above; a sink that failed may fail to close too
+        except Exception as error:  # a sink that failed may fail to close too
             self._report({}, error)
+
+    def _drain(self) -> None:
+        while self._backlog:
+            row = self._backlog[0]
+            try:
+                self._sink.write(row)
+            except OSError as error:  # a full disk or a lost network must not end the training
+                self._report(row, error)
+                self._dropped = not self._sink.retries
+                return
+            except Exception as error:  # nor must a row that a sink cannot take; trying it again is of no use
+                self._report(row, error)
+                self._lost += 1
+                self._dropped = not self._sink.retries
+            else:
+                self._failing = False
+            self._backlog.popleft()
+            if self._dropped:
+                return
 
     def _report(self, row: Row, error: Exception) -> None:
         if self._failing:

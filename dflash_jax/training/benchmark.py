@@ -2,15 +2,23 @@
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean, median, pstdev
 from typing import Any
+from unittest.mock import patch
 
+import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax.config import Config, parse_config
 from dflash_jax.models.huggingface import embedded_path
+from dflash_jax.telemetry.drafting import DraftingSums
+from dflash_jax.telemetry.stream import Row
+from dflash_jax.training import loop, step
 from dflash_jax.training.loop import train
 
 EDGES = (32, 48, 64, 96, 128, 192)
@@ -55,36 +63,93 @@ def pipeline_benchmark(
 
 
 WATCHED: dict[str, Any] = {"telemetry.tensorboard": True, "telemetry.wandb": "offline"}
-UNWATCHED: dict[str, Any] = {"health.enabled": False, "metrics.blocks": 0, "telemetry.log_every": 10**9}
+UNWATCHED: dict[str, Any] = {"health.enabled": False, "telemetry.log_every": 10**9}
+NO_TREES: dict[str, Any] = {"metrics.blocks": 0}
+SLOW_SINK = 0.05
+"""Seconds a row."""
+
+
+class SlowSink:
+    """A sink that is far away."""
+
+    retries = False
+
+    def write(self, row: Row) -> None:
+        time.sleep(SLOW_SINK)
+
+    def close(self) -> None:
+        pass
 
 
 def telemetry_benchmark(
     pairs: int, steps: int, folder: Path, say: Callable[[str], None] = lambda text: None
 ) -> dict[str, float]:
-    """Seconds of a step with monitor, drafting metrics, stream and all sinks on, and with all of them off, in turn.
+    """Seconds of a step with everything watched, and with what it is compared to, in turn and in alternating order.
 
     Returns:
-        Medians over pairs: `on_seconds`, `off_seconds`, their `ratio` within a pair, and `drafting_ratio`, a step with
-        the default look at draft trees over one without.
+        Medians over pairs. `on_seconds`: with norm, monitor, stream and all sinks, without draft trees; `off_seconds`:
+        with none of them; `ratio` of the two within a pair. `slow_sink_ratio`: the same with a sink more that takes
+        50 ms a row. `drafting_ratio`: all drafting metrics at their defaults, trees included, over the loss alone.
     """
     rows = folder / "rows.jsonl"
     write_skewed_rows(rows, seed=0)
-    kinds = {"on": WATCHED, "off": UNWATCHED, "without trees": {**WATCHED, "metrics.blocks": 0}}
+    kinds: dict[str, tuple[dict[str, Any], Callable[[], AbstractContextManager[Any]]]] = {
+        "on": (WATCHED | NO_TREES, nullcontext),
+        "off": (UNWATCHED | NO_TREES, nullcontext),
+        "slow sink": (WATCHED | NO_TREES, _with_slow_sink),
+        "drafting": (WATCHED, nullcontext),
+        "loss alone": (WATCHED | NO_TREES, _loss_alone),
+    }
+
+    def seconds_of(kind: str) -> float:
+        changes, around = kinds[kind]
+        run = folder / "run"
+        shutil.rmtree(run, ignore_errors=True)
+        with around():
+            return train(_recipe(run, rows, steps, changes)).training_seconds / steps
+
+    say("warm-up")
+    seconds_of("on")
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
     for number in range(pairs):
-        for kind, changes in kinds.items():
-            say(f"pair {number + 1}/{pairs}, {kind}")
-            run = folder / "run"
-            shutil.rmtree(run, ignore_errors=True)
-            seconds[kind].append(train(_recipe(run, rows, steps, changes)).training_seconds / steps)
-    ratio = median(on / off for on, off in zip(seconds["on"], seconds["off"], strict=True))
-    drafting = median(on / less for on, less in zip(seconds["on"], seconds["without trees"], strict=True))
+        for kind in list(kinds)[:: -1 if number % 2 else 1]:
+            seconds[kind].append(seconds_of(kind))
+            say(f"pair {number + 1}/{pairs}, {kind}: {seconds[kind][-1]:.4f} s a step")
+
+    def compare(kind: str, other: str) -> float:
+        return round(median(a / b for a, b in zip(seconds[kind], seconds[other], strict=True)), 4)
+
     return {
         "on_seconds": round(median(seconds["on"]), 4),
         "off_seconds": round(median(seconds["off"]), 4),
-        "ratio": round(ratio, 4),
-        "drafting_ratio": round(drafting, 4),
+        "ratio": compare("on", "off"),
+        "slow_sink_ratio": compare("slow sink", "off"),
+        "drafting_ratio": compare("drafting", "loss alone"),
     }
+
+
+@contextmanager
+def _with_slow_sink() -> Iterator[None]:
+    def make_sinks(*arguments: Any) -> Any:
+        sinks, alert = loop_sinks(*arguments)
+        return [*sinks, SlowSink()], alert
+
+    loop_sinks = loop.make_sinks
+    with patch.object(loop, "make_sinks", make_sinks):
+        yield
+
+
+@contextmanager
+def _loss_alone() -> Iterator[None]:
+    """Sums of loss and weight only: nobody asks for the labels' ranks, so the compiler drops the count."""
+
+    def loss_sums(loss: Any, weight: Any, ranks: Any, valid: Any, keep: Any, lengths: Any, seq: int) -> DraftingSums:
+        nothing = DraftingSums.zeros(ranks.shape[-1] + 1, 1).total()
+        tokens = {"tokens": lengths.sum(dtype=jnp.int32), "padded_tokens": jnp.int32(lengths.shape[0] * seq)}
+        return replace(nothing, loss=loss, weight=weight, **tokens)
+
+    with patch.object(step, "drafting_sums", loss_sums):
+        yield
 
 
 def measure(config: Config) -> dict[str, Any]:

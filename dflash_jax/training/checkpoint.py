@@ -24,7 +24,7 @@ from dflash_jax.models.drafter import Drafter, TrainedDrafter
 from dflash_jax.telemetry.drafting import DraftingSums
 from dflash_jax.training.state import TrainState
 
-FORMAT = 3
+FORMAT = 4
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,11 @@ class Position:
 class Checkpoints:
     """The checkpoints of a run folder."""
 
-    def __init__(self, folder: Path, keep: int | None = None):
+    def __init__(self, folder: Path, keep: int | None = None, read_only: bool = False):
         """Open (and, when missing, make) `folder`; keep the newest `keep` steps."""
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, cleanup_tmp_directories=True)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep, create=not read_only, cleanup_tmp_directories=not read_only, read_only=read_only
+        )
         self._manager = ocp.CheckpointManager(folder.resolve(), options=options)
         self._folder = folder
 
@@ -108,6 +110,25 @@ class Checkpoints:
             ),
         )
 
+    def steps(self) -> list[int]:
+        """Steps that are saved, those under way included."""
+        return list(self._manager.all_steps())
+
+    def drop_after(self, step: int) -> None:
+        """Delete the checkpoints of later steps."""
+        self._manager.wait_until_finished()
+        for later in self.steps():
+            if later > step:
+                self._manager.delete(later)
+
+    def position_at(self, step: int) -> Position:
+        """Position of a checkpoint, without its arrays.
+
+        Raises:
+            UserError: incomplete, or of another version.
+        """
+        return read_position(self._folder / str(step))
+
     def latest_position(self) -> Position:
         """Position of the newest checkpoint, without its arrays.
 
@@ -117,7 +138,7 @@ class Checkpoints:
         step = self._manager.latest_step()
         if step is None:
             raise UserError(f"{self._folder} holds no complete checkpoint to resume from; start without --resume")
-        return read_position(self._folder / str(step))
+        return self.position_at(step)
 
     def restore(self, step: int, abstract: TrainState) -> TrainState:
         """State in the shardings of `abstract`: the mesh may be another than the one it was saved from.

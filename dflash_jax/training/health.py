@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.parallel import Leaf
-from dflash_jax.sections import DETECTORS, HealthSection
+from dflash_jax.sections import DETECTORS, SKIPPING, HealthSection
 
 RING = 128
 """Steps that the rolling statistics look back."""
@@ -24,6 +24,11 @@ REBASELINE = 50
 HIGH_STEPS = 3
 LONGEST_BASELINE = 1000
 FAST, SLOW = 0.9, 0.99
+TREND_BINS, TREND_BIN = 20, 50
+"""A trend is looked for in so many means of so many steps each: single steps are too correlated to be counted."""
+TREND_T = 4.0
+NOTABLE_SHARE = 0.1
+"""Modules with a smaller share of the squared norm may jump as they like."""
 
 
 @jax.tree_util.register_dataclass
@@ -48,6 +53,12 @@ class HealthState:
     """The same, 0.99."""
     update_mean: Leaf
     """Exponential mean of the update norm, 0.99."""
+    trend: Leaf
+    """`[TREND_BINS]` float32: means of the log-norm in the present window, as far as it is filled."""
+    trend_count: Leaf
+    """Steps in it."""
+    shares: Leaf
+    """`[modules]` float32: exponential means of the modules' shares in the squared norm, 0.99."""
     drifting: Leaf
     """Steps in a row with fast over slow above the threshold."""
     vanishing: Leaf
@@ -67,11 +78,10 @@ class HealthState:
     """Updates with a value that is not finite."""
     severe: Leaf
     """Updates flagged severe or worse: over `steps`, the spike score."""
-    last_severe: Leaf
-    """Step of the last of them, or -1."""
 
     @classmethod
-    def start(cls) -> "HealthState":
+    def start(cls, modules: int) -> "HealthState":
+        """Nothing seen yet of a gradient of so many modules."""
         zero, nothing = jnp.int32(0), jnp.float32(0.0)
         return cls(
             baseline=jnp.zeros(LONGEST_BASELINE),
@@ -83,6 +93,9 @@ class HealthState:
             fast=nothing,
             slow=nothing,
             update_mean=nothing,
+            trend=jnp.zeros(TREND_BINS),
+            trend_count=zero,
+            shares=jnp.zeros(modules),
             drifting=zero,
             vanishing=zero,
             nothing=jnp.bool_(False),
@@ -93,7 +106,6 @@ class HealthState:
             skipped_in_row=zero,
             nonfinite=zero,
             severe=zero,
-            last_severe=jnp.int32(-1),
         )
 
 
@@ -124,10 +136,12 @@ class Verdict:
     skip: Bool[Array, ""]
     z: Float[Array, ""]
     """Standard deviations of the log-norm above its rolling mean; 0 before there is one."""
+    module: Int[Array, ""]
+    """The module that has too much of the gradient, if any has: an index into `module_shares`."""
 
 
 def observe(
-    section: HealthSection, state: HealthState, reading: Reading, step: Int[Array, ""], baseline_steps: int
+    section: HealthSection, state: HealthState, reading: Reading, baseline_steps: int
 ) -> tuple[HealthState, Verdict]:
     """Judge one update by the statistics of those before it, then let it into them unless it is an outlier."""
     finite = jnp.isfinite(reading.norm) & jnp.isfinite(reading.loss) & jnp.isfinite(reading.update_norm)
@@ -150,28 +164,35 @@ def observe(
     # One step in a hundred of a sound run is above the 99th percentile; several in a row are not.
     high = in_a_row(state.high, baseline_full & (norm.log > jnp.quantile(baseline, 0.99)))
     drifting = in_a_row(state.drifting, baseline_full & (state.fast - state.slow > jnp.log(section.drift_ratio)))
+    trend, trend_count, rising = _trend(state, norm.log, seen & reading.learning & ~(severe | loss_spike))
+    shares = reading.module_shares
+    jump = jnp.where(shares > NOTABLE_SHARE, shares / (section.module_jump * jnp.maximum(state.shares, 1e-12)), 0.0)
+    owns_all, jumps = shares.max() > section.module_share, jump.max() > 1.0
     clips = jnp.roll(state.clips, 1).at[0].set(reading.clipped)
     flags = {
         "nonfinite": ~finite,
         "high": finite & (high == HIGH_STEPS),
         "spike": spike,
         "severe": severe,
-        "drift": finite & (drifting == section.drift_steps),
+        # A rise that the means show already is not told twice.
+        "drift": finite & (drifting == section.drift_steps) | rising & (drifting == 0),
         # The floor counts at once: a norm of zero is nothing that comes and goes.
         "vanishing": finite & (vanishing == section.vanishing_steps) | nothing & ~state.nothing,
         "clip_rate": (state.steps % CLIP_WINDOW == CLIP_WINDOW - 1) & (clips.mean() > section.clip_rate),
         "update_norm": baseline_full & seen & (reading.update_norm > section.update_ratio * state.update_mean),
         "loss_spike": loss_spike,
-        "module": baseline_full & seen & (reading.module_shares.max() > section.module_share),
+        "module": baseline_full & seen & (owns_all | jumps),
     }
     flags = jnp.stack([flags[name] & (section.action(name) != "off") for name in DETECTORS])
-    skips = jnp.array([section.action(name) in ("skip", "halt") for name in DETECTORS])
+    skips = jnp.array([section.action(name) in SKIPPING for name in DETECTORS])
     skip = (flags & skips).any()
     outlier = ~finite | severe | loss_spike
     ignored = outlier | nothing | reading.empty
     state = replace(
         state,
         clips=clips,
+        trend=trend,
+        trend_count=trend_count,
         drifting=drifting,
         vanishing=vanishing,
         high=high,
@@ -181,9 +202,10 @@ def observe(
         skipped_in_row=jnp.where(skip, state.skipped_in_row + 1, 0),
         nonfinite=state.nonfinite + ~finite,
         severe=state.severe + outlier,
-        last_severe=jnp.where(outlier, step, state.last_severe),
     )
-    return _remember(state, reading, norm.log, outlier & finite, ignored, baseline_steps), Verdict(flags, skip, norm.z)
+    module = jnp.where(owns_all, shares.argmax(), jump.argmax())
+    state = _remember(state, reading, norm.log, outlier & finite, ignored, baseline_steps)
+    return state, Verdict(flags, skip, norm.z, module)
 
 
 @dataclass(frozen=True)
@@ -247,7 +269,7 @@ def _remember(
     state: HealthState, reading: Reading, log_norm: Array, outlier: Array, ignored: Array, baseline_steps: int
 ) -> HealthState:
     """The statistics with this update in them, unless it is to be ignored; outliers in a row begin them anew."""
-    fresh = HealthState.start()
+    fresh = HealthState.start(len(state.shares))
     anew = outlier & (state.flagged + 1 >= REBASELINE)
     taken_in_a_row = jnp.where(ignored & ~outlier, state.flagged, 0)  # what is no number, or nothing, says nothing
     state = replace(state, flagged=jnp.where(outlier & ~anew, state.flagged + 1, taken_in_a_row))
@@ -268,6 +290,7 @@ def _remember(
         fast=mean(state.fast, log_norm, FAST),
         slow=mean(state.slow, log_norm, SLOW),
         update_mean=mean(state.update_mean, reading.update_norm, SLOW),
+        shares=mean(state.shares, reading.module_shares, SLOW),
         baseline=jnp.where(into_baseline, state.baseline.at[place].set(log_norm), state.baseline),
         baseline_count=state.baseline_count + into_baseline,
     )
@@ -281,6 +304,24 @@ def _remember(
         count=fresh.count,
     )
     return jax.tree.map(lambda new, old: jnp.where(anew, new, old), restarted, kept)
+
+
+def _trend(
+    state: HealthState, log_norm: Float[Array, ""], taken: Bool[Array, ""]
+) -> tuple[Float[Array, "bins"], Int[Array, ""], Bool[Array, ""]]:
+    """The window of the trend with this step in it, if it is to be, and at its end whether the norm rises.
+
+    The slope of a line through the bins' means, over its standard error (least squares).
+    """
+    added = state.trend.at[state.trend_count // TREND_BIN].add(log_norm / TREND_BIN)
+    count = state.trend_count + taken
+    full = taken & (count == TREND_BINS * TREND_BIN)
+    places = jnp.arange(TREND_BINS) - (TREND_BINS - 1) / 2
+    squares = (places**2).sum()
+    slope = (places * added).sum() / squares
+    error = jnp.sum((added - added.mean() - slope * places) ** 2) / (TREND_BINS - 2)
+    rising = full & (slope > TREND_T * jnp.sqrt(error / squares) + 1e-6)
+    return jnp.where(full, 0.0, jnp.where(taken, added, state.trend)), jnp.where(full, 0, count), rising
 
 
 def _moments(ring: Float[Array, "ring"], entries: Int[Array, ""]) -> tuple[Float[Array, ""], Float[Array, ""]]:

@@ -2,7 +2,6 @@
 
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -11,53 +10,31 @@ from typing import Any
 
 import jax
 
-from dflash_jax.config import Config, decay_gamma
-from dflash_jax.data.chat import ChatTokenizer
+from dflash_jax.config import Config
 from dflash_jax.data.conversations import Conversation, read_prompts
-from dflash_jax.data.loader import BatchSource
-from dflash_jax.data.plan import batches_of
 from dflash_jax.decoding.evaluate import Evaluator, Report
 from dflash_jax.decoding.prompts import encode_prompts
 from dflash_jax.errors import Interrupted, UserError
 from dflash_jax.models import weights
-from dflash_jax.models.architecture import check_mesh, render_drafter
 from dflash_jax.models.drafter import TrainedDrafter
-from dflash_jax.models.huggingface import (
-    embedded_path,
-    load_drafter,
-    load_target,
-    read_stop_ids,
-    read_target_architecture,
-    resolve_folder,
-)
-from dflash_jax.models.target import Target
-from dflash_jax.parallel import compiled_only, compute_dtype, make_meshes
+from dflash_jax.models.huggingface import embedded_path
+from dflash_jax.parallel import compiled_only
 from dflash_jax.telemetry.sinks import ConsoleSink, JsonlSink, TensorBoardSink, WandbSink, truncate_rows
 from dflash_jax.telemetry.stages import DRAFTER, StageClock
 from dflash_jax.telemetry.stream import MetricStream, Row, Sink
 from dflash_jax.training.checkpoint import Checkpoints, Position
-from dflash_jax.training.compiled import Compiled, compile_step, count_compiles
+from dflash_jax.training.compiled import count_compiles
 from dflash_jax.training.export import export_drafter
-from dflash_jax.training.noise import make_noise
-from dflash_jax.training.optimizer import make_optimizer, make_schedule, warmup_steps
-from dflash_jax.training.pipeline import Pipeline, check_memory_kind, check_pool_memory
+from dflash_jax.training.heldout import HeldOut
+from dflash_jax.training.pipeline import Pipeline
+from dflash_jax.training.rollback import Rollback, passed_over, read_rollbacks, roll_back
 from dflash_jax.training.rows import RowMaker
-from dflash_jax.training.rules import (
-    baseline_steps,
-    check_batch,
-    check_resumable,
-    check_unfinished,
-    describe_drafter,
-    lay_out_buckets,
-    resolved,
-    sizes,
-    total_steps,
-)
-from dflash_jax.training.run_folder import RunFolder, training_records
+from dflash_jax.training.rules import sizes
+from dflash_jax.training.run_folder import RunFolder
+from dflash_jax.training.setup import build, describe_models, lay_out, resolved
 from dflash_jax.training.signals import stop_on_signals
-from dflash_jax.training.state import StepSettings, tables_of
-from dflash_jax.training.step import abstract_state, init_state, make_step, module_names
-from dflash_jax.training.watch import HealthWatch
+from dflash_jax.training.step import abstract_state, module_names
+from dflash_jax.training.watch import HealthWatch, severe_steps
 
 
 @dataclass(frozen=True)
@@ -82,90 +59,56 @@ class Summary:
 def train(config: Config, resume: bool = False) -> Summary:
     """Run a recipe to its end, from the start or from its newest checkpoint.
 
+    Where the monitor rolls back, the run goes on as a resumed one would.
+
     Raises:
-        UserError: the recipe, its data or its devices do not fit.
+        UserError: the recipe, its data or its devices do not fit; or the monitor halts.
         Interrupted: SIGINT or SIGTERM came; the state was saved first.
     """
+    while isinstance(outcome := _train(config, resume), Rollback):
+        resume = True
+    return outcome
+
+
+def _train(config: Config, resume: bool) -> Summary | Rollback:
+    """Up to the end, or to where the monitor rolls back."""
     # ---- Devices, shapes, and every rule that needs no weights ---------------------------------------------------
-    meshes = make_meshes(config.devices, config.pipeline)
-    check_memory_kind(config.pipeline, meshes)
-    dtype = compute_dtype(config.devices)
-    target_folder = resolve_folder(config.target.path, config.target.revision)
-    target_arch = read_target_architecture(target_folder)
-    drafter_arch = describe_drafter(config, target_arch, read_stop_ids(target_folder))
-    check_mesh(target_arch, drafter_arch, meshes.target.shape)
-    check_batch(config, drafter_arch.block_size, meshes)
-    gamma = decay_gamma(config.training, drafter_arch.block_size)
+    models = describe_models(config)
+    meshes = models.meshes
     prompts = read_evaluation_prompts(config)
 
     # ---- Run folder and data -------------------------------------------------------------------------------------
     folder = RunFolder(config.run.folder)
     resumed = folder.open(resume)
     checkpoints = Checkpoints(folder.checkpoints, config.training.keep_checkpoints)
-    position = checkpoints.latest_position() if resumed else None
-    if resumed:
-        check_resumable(config, position, str(dtype), meshes)
-    tokenizer = ChatTokenizer(target_folder, config.data.template_arguments)
-    records = training_records(config, folder, tokenizer, target_arch, resumed)
-    buckets = position.buckets if resumed else lay_out_buckets(config, records.lengths, drafter_arch.block_size, meshes)
-    steps = total_steps(config, sum(batches_of(records.lengths, buckets).values()))
-    accumulation = config.training.accumulation
-    source = BatchSource(records, buckets, config.data.order, config.run.seed, steps * accumulation)
-    if resumed:
-        check_unfinished(position, steps, records.manifest.digest)
-    else:
-        position = Position.start(
-            drafter=render_drafter(drafter_arch),
-            config=config.model_dump(mode="json"),
-            wandb_id=uuid.uuid4().hex,
-            buckets=buckets,
-            baseline_steps=baseline_steps(config.health, steps),
-            records=records.manifest.digest,
-            compute_dtype=str(dtype),
-        )
-    folder.write_config(config, resolved(config, drafter_arch, meshes, str(dtype), gamma, steps, buckets))
+    rollbacks = read_rollbacks(folder)
+    course = lay_out(config, models, folder, checkpoints.latest_position() if resumed else None, passed_over(rollbacks))
+    position, steps, accumulation = course.position, course.steps, config.training.accumulation
+    folder.write_config(config, resolved(config, models, course))
     limit = config.evaluation.max_new_tokens
-    encoded = encode_prompts(prompts, tokenizer, target_arch, limit, str(config.evaluation.prompts))
+    encoded = encode_prompts(prompts, course.tokenizer, models.target, limit, str(config.evaluation.prompts))
 
     # ---- Executables, weights, state -----------------------------------------------------------------------------
-    schedule = make_schedule(config.optimizer, steps)
-    settings = StepSettings(
-        drafter=drafter_arch,
-        target=target_arch,
-        optimizer=make_optimizer(config.optimizer, schedule),
-        schedule=schedule,
-        anchors=config.training.anchors,
-        gamma=gamma,
-        compute_dtype=dtype,
-        edges=tuple(bucket.edge for bucket in buckets),
-        tree_every=config.metrics.every,
-        tree_blocks=config.metrics.blocks,
-        clip_norm=config.optimizer.clip_norm,
-        health=config.health,
-        baseline_steps=position.baseline_steps,
-        learning_from=warmup_steps(config.optimizer, steps),
-        split_fc=config.pipeline.split_fc,
-        noise=make_noise(config.noise, steps),
-    )
-    step = make_step(settings, meshes)
-    compiled = compile_step(step, settings, buckets, announce)
-    target_specs = weights.split(Target(target_arch))[1]
-    abstract_target = weights.abstract(target_specs, meshes.target, dtype)
-    check_pool_memory(config.pipeline, settings, buckets, compiled, abstract_target)
-    target = load_target(target_folder, meshes.target, dtype)
-    tables = jax.device_put(tables_of(target.params), step.tables_shardings)
+    engine = build(config, models, course)
+    step, compiled, target = engine.step, engine.compiled, engine.target
     if resumed:
-        state = checkpoints.restore(position.step, abstract_state(step, settings))
+        state = checkpoints.restore(position.step, abstract_state(step, engine.settings))
         truncate_rows(folder.metrics, position.step)
     else:
-        start = config.drafter.init_from
-        params = load_drafter(resolve_folder(start), meshes.drafter).params if start else None
-        state = init_state(step, settings, config.run.seed, params)
+        state = engine.first_state(config)
     evaluator = None
     if prompts:
         names = [prompt.id for prompt in prompts]
         evaluator = Evaluator(
-            target, step.graph, drafter_arch, encoded, names, limit, config.evaluation.batch_size, meshes.target
+            target,
+            step.graph,
+            models.drafter,
+            encoded,
+            names,
+            limit,
+            config.evaluation.batch_size,
+            meshes.target,
+            examine=HeldOut(target, step.graph, engine.settings, meshes.target),
         )
     on_target = weights.shardings(step.specs, meshes.target)
 
@@ -177,8 +120,10 @@ def train(config: Config, resume: bool = False) -> Summary:
         closing.callback(stages.close)
         sinks, alert = make_sinks(config, folder, position, steps, resumed)
         modules = module_names(step.specs)
-        watch = HealthWatch(config.health, modules, folder.event, alert)
-        rows = RowMaker(settings.edges, modules, config.health)
+        watch = HealthWatch(
+            config.health, modules, folder.event, alert, rollbacks=len(rollbacks), severe=severe_steps(folder.events())
+        )
+        rows = RowMaker(engine.settings.edges, modules, config.health)
 
         def observe(step: int, values: Row, known: Row) -> list[Callable[[], None]]:
             rows.note(step, values)
@@ -192,17 +137,7 @@ def train(config: Config, resume: bool = False) -> Summary:
             observe=observe,
         )
         closing.callback(stream.close)
-        pipeline = Pipeline(
-            source,
-            position.reading,
-            compiled=compiled,
-            target=target.params,
-            tables=tables,
-            section=config.pipeline,
-            reader_threads=config.data.reader_threads,
-            seed=config.run.seed,
-            clock=stages,
-        )
+        pipeline = engine.pipeline(config, course, stages)
         compiles = closing.enter_context(count_compiles())
         clock = Stopwatch(position.seconds, stream, stages, pipeline, compiles)
 
@@ -218,6 +153,8 @@ def train(config: Config, resume: bool = False) -> Summary:
 
         stop = closing.enter_context(stop_on_signals())
         before = evaluate() if evaluator and not resumed else None
+        if config.health.rolls_back and not resumed:
+            save()  # the first good checkpoint
         clock.restart()
         batch_ids: list[int] = []
         while position.step < steps:
@@ -240,7 +177,7 @@ def train(config: Config, resume: bool = False) -> Summary:
                 evaluate()
             if stop.name or is_due(position.step, config.training.checkpoint_every):
                 save()
-            if watch.halt:
+            if watch.halt or watch.back:
                 break
             if stop.name:
                 raise Interrupted(f"{stop.name} at step {position.step}, state saved; go on with --resume")
@@ -248,6 +185,8 @@ def train(config: Config, resume: bool = False) -> Summary:
         if watch.halt:
             save()
             raise UserError(f"halted after step {position.step}, state saved: {watch.halt}")
+        if back := watch.suspects():
+            return roll_back(back, watch.severe, config.health.good_after, checkpoints, folder, alert)
         after = evaluate() if evaluator else None
         save()
         stream.flush()
@@ -256,7 +195,7 @@ def train(config: Config, resume: bool = False) -> Summary:
     export = rounding = None
     if config.export.at_end:
         export = folder.export
-        trained = TrainedDrafter(drafter_arch, step.graph, state.params)
+        trained = TrainedDrafter(models.drafter, step.graph, state.params)
         rounding = export_drafter(trained, export, meshes.drafter, replace=True)
     folder.event("finished", step=position.step, training_seconds=clock.seconds, tokens=position.tokens)
     return Summary(folder.path, steps, position.tokens, clock.seconds, before, after, export, rounding, compiles)
@@ -326,6 +265,7 @@ def evaluation_row(step: int, report: Report) -> dict[str, Any]:
         "eval/mismatches": len(report.mismatches),
         "eval/seconds_plain": report.seconds_plain,
         "eval/seconds_speculative": report.seconds_speculative,
+        **{f"heldout/{name}": value for name, value in report.drafting.items()},
     }
 
 
@@ -358,10 +298,3 @@ def make_sinks(
                 print(f"warning: the alert {title!r} was not sent: {error}", file=sys.stderr)
 
     return sinks, alert
-
-
-def announce(compiled: Compiled) -> None:
-    """A progress line for each executable."""
-    shape = "" if compiled.edge is None else f" at {compiled.edge} tokens"
-    memory = f"{compiled.temporary_bytes / 2**20:.0f} MiB temporaries"
-    print(f"compiled {compiled.name}{shape} in {compiled.seconds:.1f} s, {memory} a device", file=sys.stderr)

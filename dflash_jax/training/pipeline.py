@@ -55,6 +55,7 @@ class Pipeline:
         self._compiled, self._target, self._tables, self._clock = compiled, target, tables, clock
         self._step, self._section = compiled.step, section
         self._per_epoch = source.per_epoch
+        position = position.without(source.passed_over)
         self._batches = read_ahead(source, position, reader_threads)
         self._next = position.next
         self._to_reread = deque(position.waiting)
@@ -145,7 +146,7 @@ def drawn_before(source: BatchSource, position: ReadPosition) -> tuple[int, Coun
     """The epoch that a run stands in, and how many batches of each edge it has used."""
     epoch = min((*position.waiting, position.next)) // source.per_epoch
     end = min(position.next, (epoch + 1) * source.per_epoch)
-    used = set(range(epoch * source.per_epoch, end)).difference(position.waiting)
+    used = set(range(epoch * source.per_epoch, end)).difference(position.waiting, source.passed_over)
     return epoch, Counter(source.planned(batch_id)[1].edge for batch_id in used)
 
 

@@ -28,7 +28,7 @@ class RowMaker:
 
     def __call__(self, step: int, values: Row) -> Row:
         """The fields of a logged step, which was noted before."""
-        hidden = {"by_bucket", "module_norms", "norm_baseline"}
+        hidden = {"by_bucket", "module_norms", "norm_baseline", "flagged_module"}
         row = {name: value.tolist() for name, value in values.items() if name not in hidden and not _is_tree(name)}
         by_bucket = values["by_bucket"]
         row["by_bucket"] = {

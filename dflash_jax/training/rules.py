@@ -1,7 +1,5 @@
 """What a recipe means for these devices, this target and this data, and what a resumed run must keep."""
 
-from typing import Any
-
 import jax
 import numpy as np
 
@@ -12,7 +10,6 @@ from dflash_jax.models.architecture import (
     DrafterArchitecture,
     TargetArchitecture,
     check_pair,
-    render_drafter,
     resolve_drafter,
 )
 from dflash_jax.models.huggingface import read_drafter_architecture, resolve_folder
@@ -98,18 +95,6 @@ def check_unfinished(position: Position, steps: int, records: str) -> None:
         raise UserError(
             "data.train: these are other records than those the run began with; a resumed run must keep them"
         )
-
-
-def resolved(
-    config: Config, drafter: DrafterArchitecture, meshes: Meshes, dtype: str, gamma: float, steps: int, buckets: Buckets
-) -> dict[str, Any]:
-    """The recipe with every value that was left to the target, the data or the devices."""
-    tree = config.model_dump(mode="json")
-    tree["devices"] |= {"compute_dtype": dtype, **sizes(meshes)}
-    tree["training"] |= {"steps": steps, "loss_decay_gamma": gamma}
-    tree["buckets"] = [{"edge": bucket.edge, "rows": bucket.rows} for bucket in buckets]
-    tree["drafter"] = render_drafter(drafter)
-    return tree
 
 
 def sizes(meshes: Meshes) -> dict[str, dict[str, int]]:

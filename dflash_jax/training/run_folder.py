@@ -29,6 +29,7 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.data = path / "data"
         self.export = path / "export"
+        self.rollbacks = path / "rollbacks.json"
         self._events = path / "events.jsonl"
         self._writing = threading.Lock()  # the loop and the stream both have events
 
@@ -53,6 +54,7 @@ class RunFolder:
             raise UserError(f"run.folder {self.path} cannot be written: {error.strerror or error}") from error
         if not saved:
             self.metrics.unlink(missing_ok=True)
+            self.rollbacks.unlink(missing_ok=True)
         return saved
 
     def write_config(self, config: Config, resolved: dict[str, Any]) -> None:
@@ -67,13 +69,25 @@ class RunFolder:
         with self._writing, self._events.open("a", encoding="utf-8") as file:
             file.write(line)
 
+    def events(self) -> list[dict[str, Any]]:
+        """All events so far; a line that was torn when the process was killed is left out."""
+        if not self._events.exists():
+            return []
+        rows = []
+        for line in self._events.read_text(encoding="utf-8").splitlines():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError:
+                continue
+        return rows
+
 
 def training_records(
-    config: Config, folder: RunFolder, tokenizer: ChatTokenizer, target: TargetArchitecture, resumed: bool
+    config: Config, folder: RunFolder, tokenizer: ChatTokenizer, target: TargetArchitecture, begun: bool
 ) -> Records:
     """The records to train on: a prepared folder, or a JSONL file that is prepared into `<run>/data` once.
 
-    A resumed run never prepares again: its batches must be the ones it began with.
+    A run that has begun never prepares again: its batches must be the ones it began with.
 
     Raises:
         UserError: nothing there; records of another tokenizer, template or vocabulary; rows longer than the last edge.
@@ -83,7 +97,7 @@ def training_records(
         raise UserError(f"data.train: {config.data.train} does not exist; give a prepared folder or a JSONL file")
     if source.is_dir():
         records = open_records(source)
-    elif (folder.data / "manifest.json").is_file() and (resumed or _is_of(folder.data, source, tokenizer, config)):
+    elif (folder.data / "manifest.json").is_file() and (begun or _is_of(folder.data, source, tokenizer, config)):
         records = open_records(folder.data)
     else:
         shutil.rmtree(folder.data, ignore_errors=True)

@@ -56,25 +56,31 @@ class TrainState:
     """int32 scalar: updates that were not skipped; the schedule counts these."""
 
 
-@dataclass(frozen=True)
-class StepSettings:
-    """What the step needs to know besides arrays."""
+@dataclass(frozen=True, kw_only=True)
+class DraftSettings:
+    """What the pass over a batch of blocks needs to know besides arrays."""
 
     drafter: DrafterArchitecture
+    gamma: float
+    compute_dtype: jax.typing.DTypeLike
+    split_fc: bool = True
+    tree_blocks: int = 0
+    """Blocks of a batch whose draft trees are looked at, about; 0: none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSettings(DraftSettings):
+    """What the step needs to know besides arrays. Draft trees are looked at in a step's first micro-batch."""
+
     target: TargetArchitecture
     optimizer: optax.GradientTransformationExtraArgs
     schedule: optax.Schedule
     anchors: int
-    gamma: float
-    compute_dtype: jax.typing.DTypeLike
     edges: tuple[int, ...]
     """Bucket edges, ascending: the sums are kept by bucket."""
-    split_fc: bool = True
     noise: FeatureNoise | None = None
     tree_every: int = 1
     """Optimizer steps between looks at draft trees."""
-    tree_blocks: int = 0
-    """Blocks of the step's first micro-batch that are looked at then, about; 0: none."""
     clip_norm: float = math.inf
     """Of the optimizer's global clip."""
     health: HealthSection = field(default_factory=HealthSection)

@@ -40,7 +40,7 @@ from dflash_jax.training.handover import Handover, Units
 from dflash_jax.training.health import HealthState, Reading, adaptive_factor, observe, recent_quantiles
 from dflash_jax.training.objective import position_weights, projected_cross_entropy
 from dflash_jax.training.optimizer import optimizer_shardings
-from dflash_jax.training.state import Features, StepSettings, Tables, TrainState, tables_of
+from dflash_jax.training.state import DraftSettings, Features, StepSettings, Tables, TrainState, tables_of
 
 
 def target_features(
@@ -63,7 +63,7 @@ def block_loss(
     taps: tuple[Float[Array, "batch seq hidden"], ...],
     blocks: Blocks,
     lengths: Int[Array, "batch"],
-    settings: StepSettings,
+    settings: DraftSettings,
     shards: int = 1,
 ) -> tuple[Float[Array, ""], tuple[DraftingSums, Array, Array]]:
     """Unnormalised loss of a batch of blocks (arXiv 2602.06036, section 4).
@@ -99,7 +99,7 @@ def with_trees(
     hidden: Float[Array, "batch blocks offsets hidden"],
     ranks: Int[Array, "batch blocks offsets"],
     blocks: Blocks,
-    settings: StepSettings,
+    settings: DraftSettings,
     due: Array,
 ) -> DraftingSums:
     """`sums` with what trees would accept of some blocks of every row, where that is due; elsewhere it costs nothing.
@@ -203,7 +203,7 @@ def update(settings: StepSettings, state: TrainState) -> tuple[TrainState, dict[
             empty=total.weight == 0,
             learning=state.applied >= settings.learning_from,
         )
-        health, verdict = observe(settings.health, state.health, reading, state.step, settings.baseline_steps)
+        health, verdict = observe(settings.health, state.health, reading, settings.baseline_steps)
         skip = verdict.skip
         params, optimizer_state = jax.tree.map(
             lambda new, old: jnp.where(skip, old, new), (params, optimizer_state), (state.params, state.optimizer)
@@ -216,6 +216,7 @@ def update(settings: StepSettings, state: TrainState) -> tuple[TrainState, dict[
             "norm_z": verdict.z,
             "norm_baseline": recent_quantiles(health),
             "module_norms": jnp.sqrt(squares),
+            "flagged_module": verdict.module,
             "flags": verdict.flags,
             "skipped": health.skipped,
             "skipped_in_row": health.skipped_in_row,
@@ -307,7 +308,7 @@ def make_step(settings: StepSettings, meshes: Meshes) -> Step:
         optimizer=optimizer_shardings(settings.optimizer, weights.abstract(specs, drafter_mesh), params, replicated),
         gradient=params,
         sums=jax.tree.map(lambda _: replicated, jax.eval_shape(lambda: DraftingSums.zeros(2, 1))),
-        health=jax.tree.map(lambda _: replicated, jax.eval_shape(lambda: HealthState.start())),
+        health=jax.tree.map(lambda _: replicated, jax.eval_shape(lambda: HealthState.start(1))),
         applied=replicated,
     )
     return Step(
@@ -359,7 +360,7 @@ def init_state(step: Step, settings: StepSettings, seed: int, params: Params | N
             optimizer=settings.optimizer.init(params),
             gradient=jax.tree.map(jnp.zeros_like, params),
             sums=DraftingSums.zeros(settings.drafter.block_size, len(settings.edges)),
-            health=HealthState.start(),
+            health=HealthState.start(len(module_names(step.specs))),
             applied=jnp.int32(0),
         )
 
@@ -378,7 +379,7 @@ def abstract_state(step: Step, settings: StepSettings) -> TrainState:
             optimizer=settings.optimizer.init(params),
             gradient=params,
             sums=DraftingSums.zeros(settings.drafter.block_size, len(settings.edges)),
-            health=HealthState.start(),
+            health=HealthState.start(len(module_names(step.specs))),
             applied=jnp.int32(0),
         )
 

@@ -6,13 +6,15 @@ on the sinks' thread. Skips and clips have happened by then; nothing here can ch
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from dflash_jax.sections import DETECTORS, HealthSection
 from dflash_jax.telemetry.stream import Row
+from dflash_jax.training.rollback import Suspects
 
 RING = 64
 """Steps whose values are kept for a severe event."""
@@ -27,7 +29,7 @@ EXPLAINED = {
     "clip_rate": "most steps are clipped: the clip acts as the learning rate",
     "update_norm": "the optimizer's update is far larger than usual",
     "loss_spike": "the loss is far above those of the last steps",
-    "module": "one module has almost all of the gradient",
+    "module": "one module has almost all of the gradient, or far more of it than before",
 }
 
 
@@ -36,6 +38,17 @@ class Event(Protocol):
     """Appends to `events.jsonl`."""
 
     def __call__(self, name: str, **fields: Any) -> None: ...
+
+
+def severe_steps(events: Iterable[Row]) -> list[int]:
+    """Steps with a severe event in a run's `events.jsonl`, without those that were rolled back."""
+    steps: list[int] = []
+    for event in events:
+        if event["event"] == "rolled_back":
+            steps = [step for step in steps if step <= event["checkpoint"]]
+        elif event["event"] == "health" and event["detector"] in SEVERE:
+            steps.append(event["step"])
+    return sorted(set(steps))
 
 
 class HealthWatch:
@@ -48,18 +61,33 @@ class HealthWatch:
         event: Event,
         alert: Callable[[str, str], None],
         clock: Callable[[], float] = time.monotonic,
+        rollbacks: int = 0,
+        severe: Iterable[int] = (),
     ):
         """
         Args:
             modules: names of the norms by module.
             alert: takes a title and a line of text.
+            rollbacks: how often the run was rolled back before.
+            severe: steps of the severe events that a resumed run has behind it.
         """
         self._section, self._modules = section, modules
         self._event, self._alert, self._clock = event, alert, clock
         self._ring: deque[Row] = deque(maxlen=RING)
         self._alerted: dict[str, float] = {}
+        self._rollbacks = rollbacks
+        self._suspects: Suspects | None = None
+        self._since_first: list[int] = []
+        self.severe = list(severe)
+        """Steps with a severe event, ascending."""
         self.halt: str | None = None
         """Why the run must end; the loop looks at it after each step."""
+        self.back = False
+        """Whether the run must go back now; the loop looks at it after each step."""
+
+    def suspects(self) -> Suspects | None:
+        """Why the run must go back, at the latest when it ends."""
+        return self._suspects
 
     def observe(self, step: int, values: Row, known: Row) -> list[Callable[[], None]]:
         """Take a step's values, in order; what is to be done about them."""
@@ -67,19 +95,39 @@ class HealthWatch:
         record = {"step": step, **{name: float(values[name]) for name in kept}, **known}
         self._ring.append(record)
         found = [name for name, flag in zip(DETECTORS, values["flags"].tolist(), strict=True) if flag]
+        if SEVERE & set(found):
+            self.severe.append(step)
+        self._suspect(step, found, known)
         self._check_caps(step, values)
         tasks = [task for name in found for task in self._report(name, record, values)]
         if SEVERE & set(found) and self._is_due("forensics"):
-            steps = list(self._ring)
-            tasks.append(lambda: self._event("forensics", step=step, detectors=found, steps=steps))
+            steps, rollbacks = list(self._ring), self._rollbacks
+            tasks.append(lambda: self._event("forensics", step=step, detectors=found, rollbacks=rollbacks, steps=steps))
         return tasks
+
+    def _suspect(self, step: int, found: list[str], known: Row) -> None:
+        """Where a detector is to roll back: go on for a while, without its updates, to see which batches are bad."""
+        if self.back:
+            return
+        asking = tuple(name for name in found if self._section.action(name) == "rollback")
+        if asking and self._rollbacks >= self._section.rollbacks:
+            self.halt = self.halt or (
+                f"detector {asking[0]} at step {step}, and the run was rolled back {self._rollbacks} times already "
+                f"(health.rollbacks {self._section.rollbacks}): see events.jsonl"
+            )
+            return
+        if asking or self._suspects:
+            self._since_first += known.get("batch_ids", [])
+        if asking:
+            first = self._suspects or Suspects(step, asking, ())
+            self._suspects = replace(first, batches=tuple(self._since_first))
+        self.back = self._suspects is not None and step + 1 >= self._suspects.step + self._section.rollback_look
 
     def _report(self, name: str, record: Row, values: Row) -> list[Callable[[], None]]:
         action = self._section.action(name)
         details = dict(record)
         if name == "module":
-            norms = values["module_norms"]
-            details["module"] = self._modules[int(np.argmax(norms))]
+            details["module"] = self._modules[int(values["flagged_module"])]
         if action == "halt":
             self.halt = self.halt or f"detector {name}: {EXPLAINED[name]} (norm {record['grad_norm']:.4g})"
         tasks = [lambda: self._event("health", detector=name, action=action, text=EXPLAINED[name], **details)]
@@ -98,7 +146,9 @@ class HealthWatch:
         return True
 
     def _check_caps(self, step: int, values: Row) -> None:
-        """More skips than a sound run can have mean a wrong threshold or a broken run."""
+        """More skips than a sound run can have mean a wrong threshold or a broken run, unless it goes back anyhow."""
+        if self._suspects:
+            return
         in_row, skipped = int(values["skipped_in_row"]), int(values["skipped"])
         if in_row > self._section.skips_in_row:
             self.halt = self.halt or (

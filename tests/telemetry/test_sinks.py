@@ -14,6 +14,7 @@ from dflash_jax.telemetry.sinks import (
     flatten,
     truncate_rows,
 )
+from tests.telemetry.offline_run import rows_of_run
 
 ROW = {
     "step": 7,
@@ -100,19 +101,16 @@ def test_live_line_fits_100_columns():
 
 
 def test_wandb_offline(tmp_path):
-    """A real offline run holds every key, lists spread by position."""
+    """A real offline run, read back: every value under its step, lists spread by position."""
     sink = WandbSink("offline", "test", tmp_path, {"training": {"steps": 3}}, "abc123", resumed=False)
-    logged = []
-    log = sink._run.log
-
-    def note(row, **where):
-        logged.append(row)
-        log(row, **where)
-
-    sink._run.log = note
-    sink.write(ROW)
+    more = {"flags": ["spike"], "long": {str(n): n for n in range(50)}}
+    for step in range(40):  # more than one block of the file
+        sink.write(
+            ROW | {"step": step, "flags": ["spike"], "batch_ids": [1, 2], "long": {str(n): n for n in range(50)}}
+        )
     sink.close()
-    (recorded,) = (tmp_path / "wandb").glob("offline-run-*/run-abc123.wandb")
-    content = recorded.read_bytes()
-    assert logged[0].keys() == (ROW.keys() - {"accuracy_at"}) | {"accuracy_at/1", "accuracy_at/2"}
-    assert all(key.encode() in content for key in logged[0])
+    rows = rows_of_run(tmp_path)
+    assert [row["_step"] for row in rows] == list(range(40))
+    row = {key: value for key, value in rows[7].items() if not key.startswith("_")}
+    assert row == flatten(ROW | more)
+    assert {"accuracy_at/1", "accuracy_at/2", "flags/spike", "long/49"} < row.keys()

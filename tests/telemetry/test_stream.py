@@ -131,6 +131,38 @@ def test_the_last_rows_get_a_last_try_and_what_is_lost_is_said(capsys):
     assert "Recovering lost 2 rows" in capsys.readouterr().err
 
 
+class Picky(Collect):
+    """Cannot take every second row."""
+
+    retries = True
+
+    def write(self, row):
+        if row["step"] % 2 == 0:
+            raise TypeError("Object of type set is not JSON serializable")
+        super().write(row)
+
+
+def test_a_row_that_cannot_be_taken_holds_up_no_other(capsys):
+    sink = Picky()
+    stream = MetricStream([sink])
+    for step in range(1, 6):
+        stream.push(step, metrics(step))
+    stream.close()
+    assert [row["step"] for row in sink.rows] == [1, 3, 5]
+    assert "Picky lost 2 rows" in capsys.readouterr().err
+
+
+def test_a_full_backlog_loses_the_oldest_rows_and_says_so(capsys, monkeypatch):
+    monkeypatch.setattr("dflash_jax.telemetry.stream.BACKLOG", 2)
+    sink = Recovering()
+    stream = MetricStream([sink])
+    for step in range(1, 6):
+        stream.push(step, metrics(step))
+    stream.close()
+    assert [row["step"] for row in sink.rows] == [3, 4, 5]
+    assert "Recovering lost 2 rows" in capsys.readouterr().err
+
+
 class Lost:
     """An array whose computation failed after it was dispatched."""
 

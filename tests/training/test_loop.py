@@ -15,11 +15,13 @@ from dflash_jax.config import load_config, parse_config
 from dflash_jax.errors import Interrupted, UserError
 from dflash_jax.parallel import mesh_of
 from dflash_jax.sections import DevicesSection
+from dflash_jax.telemetry.sinks import flatten
 from dflash_jax.telemetry.stream import MetricStream
 from dflash_jax.training.evaluation import evaluate_files
 from dflash_jax.training.export import export_drafter, open_drafter
 from dflash_jax.training.loop import train
 from dflash_jax.training.summary import print_summary
+from tests.telemetry.offline_run import rows_of_run
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 TRAINING_KEYS = {
@@ -89,18 +91,6 @@ def recipe(folder, *overrides):
         f"data.train={folder.parent / 'rows.jsonl'}",
     ]
     return load_config(QUICKSTART, [*short, *overrides])
-
-
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory):
-    """A folder with the first 88 rows of the quickstart, and an uninterrupted run."""
-    from dflash_jax.models.huggingface import embedded_path
-
-    root = tmp_path_factory.mktemp("runs")
-    rows = embedded_path("embedded:quickstart/train.jsonl").read_text().splitlines()[:88]
-    (root / "rows.jsonl").write_text("\n".join(rows) + "\n")
-    train(recipe(root / "whole"))
-    return root
 
 
 def rows_of(folder):
@@ -201,13 +191,24 @@ def test_evaluation_export_and_reopening(workspace):
     folder = workspace / "evaluated"
     prompts = ["evaluation.prompts=embedded:quickstart/heldout.jsonl", "evaluation.limit=4"]
     summary = train(
-        recipe(folder, *prompts, "evaluation.max_new_tokens=16", "evaluation.every=2", "export.at_end=true")
+        recipe(
+            folder,
+            *prompts,
+            "evaluation.max_new_tokens=16",
+            "evaluation.every=2",
+            "export.at_end=true",
+            "telemetry.wandb=offline",
+        )
     )
     rows = [row for row in rows_of(folder) if "eval/acceptance_length" in row]
     assert [row["step"] for row in rows] == [0, 2, 4, 6, 8, 10, 12, 14]
     assert all(row["eval/lossless"] is True and row["eval/acceptance_length"] >= 1 for row in rows)
     assert summary.after.acceptance_length == rows[-1]["eval/acceptance_length"]
     assert summary.export == folder / "export"
+    told = {row["_step"]: {key for key in row if not key.startswith("_")} for row in rows_of_run(folder)}
+    assert told.keys() == set(range(15))
+    for row in rows_of(folder):
+        assert flatten(row).keys() <= told[row["step"]]
 
     text = io.StringIO()
     print_summary(summary, Console(file=text, width=100))
@@ -231,9 +232,14 @@ def test_evaluation_export_and_reopening(workspace):
     assert reports[0].histogram == reports[1].histogram
     assert reports[0].acceptance_length == summary.after.acceptance_length
     assert reports[2].lossless
+    drafting = reports[0].drafting
+    assert drafting["streak"] == rows[-1]["heldout/streak"]
+    np.testing.assert_allclose(drafting["streak"], sum(reports[0].accepted_at), rtol=1e-5)
+    np.testing.assert_allclose(drafting["loss"], rows[-1]["heldout/loss"], rtol=1e-5)
+    assert TRAINING_KEYS & drafting.keys() == set(drafting)
     assert sum(advanced) == 3 * 2 * 4
     keys = {"acceptance_length", "acceptance_length_pooled", "histogram", "accepted_at", "prompts", "tokens"}
-    keys |= {"lossless", "mismatches", "seconds_plain", "seconds_speculative"}
+    keys |= {"lossless", "mismatches", "seconds_plain", "seconds_speculative", "drafting"}
     assert json.loads(json.dumps(reports[0].as_json())).keys() == keys
 
 

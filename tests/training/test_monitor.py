@@ -1,16 +1,17 @@
 """The monitor in whole runs: what an injected fault leaves behind, and how a run ends that cannot go on."""
 
 import json
+from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
 
 from dflash_jax.errors import Interrupted, UserError
-from dflash_jax.training.compiled import CompiledStep
 from dflash_jax.training.loop import train
+from dflash_jax.training.pipeline import Pipeline
 from dflash_jax.training.state import Features
-from tests.training.test_loop import interrupt_after, recipe, rows_of, values, workspace  # noqa: F401
+from tests.training.test_loop import interrupt_after, recipe, rows_of, values
 
 
 def events_of(folder, name):
@@ -22,22 +23,22 @@ def events_of(folder, name):
     return [event for event in events if event["event"] == name]
 
 
-def poison(monkeypatch, *batches):
-    """Features of these batches, in the order of the target's passes, are not numbers."""
-    hand_over, calls = CompiledStep.hand_over, []
+def poison(monkeypatch, *batches, factor=np.nan):
+    """Features of these batches are not what the target said."""
+    with_features = Pipeline._with_features
 
-    def poisoned(compiled, units, batch):
-        features = hand_over(compiled, units, batch)
-        calls.append(None)
-        if len(calls) - 1 not in batches:
-            return features
-        bad = [jax.device_put(np.full(tap.shape, np.nan, np.float32), tap.sharding) for tap in features.taps]
-        return Features(features.batch, tuple(bad))
+    def poisoned(pipeline, batch):
+        found = with_features(pipeline, batch)
+        if batch.batch_id not in batches:
+            return found
+        taps = found.features.taps
+        bad = [jax.device_put(np.full(tap.shape, factor, np.float32), tap.sharding) for tap in taps]
+        return replace(found, features=Features(found.features.batch, tuple(bad)))
 
-    monkeypatch.setattr(CompiledStep, "hand_over", poisoned)
+    monkeypatch.setattr(Pipeline, "_with_features", poisoned)
 
 
-def test_a_batch_of_no_numbers_is_skipped_and_told(workspace, monkeypatch, capsys):  # noqa: F811
+def test_a_batch_of_no_numbers_is_skipped_and_told(workspace, monkeypatch, capsys):
     """Its update leaves the weights alone, the next ones train; events hold the step, its batches, the steps before."""
     folder = workspace / "poisoned"
     poison(monkeypatch, 7)
@@ -58,7 +59,7 @@ def test_a_batch_of_no_numbers_is_skipped_and_told(workspace, monkeypatch, capsy
     assert capsys.readouterr().err.count("alert: nonfinite at step 4: loss or gradient is not finite") == 1
 
 
-def test_a_run_of_skips_ends_the_run_with_its_state_saved(workspace, monkeypatch):  # noqa: F811
+def test_a_run_of_skips_ends_the_run_with_its_state_saved(workspace, monkeypatch):
     folder = workspace / "hopeless"
     poison(monkeypatch, *range(8, 1000))
     with pytest.raises(UserError, match=r"halted after step \d+, state saved: 6 updates in a row were skipped"):
@@ -68,7 +69,7 @@ def test_a_run_of_skips_ends_the_run_with_its_state_saved(workspace, monkeypatch
     assert saved == rows_of(folder)[-1]["step"]
 
 
-def test_a_threshold_set_absurdly_low_halts_by_the_cap(workspace):  # noqa: F811
+def test_a_threshold_set_absurdly_low_halts_by_the_cap(workspace):
     health = "health={actions: {module: skip}, module_share: 0.01, baseline_steps: 16}"
     with pytest.raises(UserError, match=r"6 updates in a row were skipped, health\.skips_in_row allows 5"):
         train(recipe(workspace / "absurd", "training.steps=100", health))
@@ -77,13 +78,13 @@ def test_a_threshold_set_absurdly_low_halts_by_the_cap(workspace):  # noqa: F811
     assert first["module"] in ("fc", "hidden_norm", "norm", "layers.0.self_attn", "layers.0.mlp", "layers.0.norms")
 
 
-def test_a_fault_in_the_last_step_halts_too(workspace, monkeypatch):  # noqa: F811
+def test_a_fault_in_the_last_step_halts_too(workspace, monkeypatch):
     poison(monkeypatch, 5)
     with pytest.raises(UserError, match="detector nonfinite"):
         train(recipe(workspace / "last", "pipeline.draw=fifo", "training.steps=3", "health.actions={nonfinite: halt}"))
 
 
-def test_rare_values_reach_the_next_logged_row(workspace):  # noqa: F811
+def test_rare_values_reach_the_next_logged_row(workspace):
     """Trees after steps 3, 6, .. and modules after 5, 10 with a row every fourth step: each in the next row."""
     folder = workspace / "rare"
     train(recipe(folder, "telemetry.log_every=4", "metrics.every=3", "health.modules_every=5", "training.steps=12"))
@@ -93,13 +94,13 @@ def test_rare_values_reach_the_next_logged_row(workspace):  # noqa: F811
     assert ["module_norms" in row for row in rows] == [False, True, True]
 
 
-def test_halt_is_an_action(workspace, monkeypatch):  # noqa: F811
+def test_halt_is_an_action(workspace, monkeypatch):
     poison(monkeypatch, 7)
     with pytest.raises(UserError, match="detector nonfinite: loss or gradient is not finite"):
         train(recipe(workspace / "halted", "pipeline.draw=fifo", "health.actions={nonfinite: halt}"))
 
 
-def test_without_the_monitor_a_run_is_the_same(workspace):  # noqa: F811
+def test_without_the_monitor_a_run_is_the_same(workspace):
     """On a sound run the monitor changes nothing of what is trained, but for how the compiler rounds."""
     folder = workspace / "unwatched"
     train(recipe(folder, "health.enabled=false"))
@@ -109,7 +110,7 @@ def test_without_the_monitor_a_run_is_the_same(workspace):  # noqa: F811
         np.testing.assert_allclose([row[key] for row in unwatched], [row[key] for row in watched], rtol=1e-5)
 
 
-def test_a_run_is_resumed_with_more_steps(workspace, monkeypatch):  # noqa: F811
+def test_a_run_is_resumed_with_more_steps(workspace, monkeypatch):
     """The baseline grows with the run; the checkpoint fits all the same."""
     folder = workspace / "longer"
     train(recipe(folder, "training.steps=3"))

@@ -15,13 +15,13 @@ from dflash_jax.config import dump_config
 from dflash_jax.telemetry.stages import StageClock
 from dflash_jax.telemetry.stream import MetricStream
 from dflash_jax.training import loop
-from tests.training.test_loop import recipe, rows_of, workspace  # noqa: F401
+from tests.training.test_loop import recipe, rows_of
 
 ROOT = Path(__file__).parents[2]
 KINDS = ["__array__", "__float__", "__int__", "__bool__", "__index__", "item", "tolist", "block_until_ready"]
 
 
-def test_no_host_read_of_the_newest_step(workspace, monkeypatch):  # noqa: F811
+def test_no_host_read_of_the_newest_step(workspace, monkeypatch):
     """Fifty steps under a spy on every way to read an array: the stepping thread reads no value at all, and only ever
     waits for functions that were dispatched before the newest one."""
     array, stepping = type(jax.numpy.zeros(1)), threading.get_ident()
@@ -72,7 +72,7 @@ def test_no_host_read_of_the_newest_step(workspace, monkeypatch):  # noqa: F811
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
-def test_rows_of_a_killed_run(workspace, number):  # noqa: F811
+def test_rows_of_a_killed_run(workspace, number):
     """In order, complete and labelled with their own step; SIGTERM loses nothing, SIGKILL at most a torn last line."""
     folder = workspace / f"killed-{number.name}"
     config = recipe(folder, "devices.simulate=8", "training.steps=200", "training.checkpoint_every=1000")

@@ -4,27 +4,35 @@ import numpy as np
 import pytest
 
 from dflash_jax.sections import DETECTORS, HealthSection
-from dflash_jax.training.watch import RING, HealthWatch
+from dflash_jax.training.watch import RING, HealthWatch, severe_steps
 
 
 class Listener:
     """Collects events and alerts; its clock is moved by hand."""
 
-    def __init__(self, **section):
+    def __init__(self, rollbacks=0, **section):
         self.events, self.alerts, self.seconds = [], [], 0.0
         self.watch = HealthWatch(
-            HealthSection(**section), ["fc", "norm"], self.event, lambda *alert: self.alerts.append(alert), self.clock
+            HealthSection(**section),
+            ["fc", "norm"],
+            self.event,
+            lambda *alert: self.alerts.append(alert),
+            self.clock,
+            rollbacks,
         )
 
     def event(self, name, **fields):
         self.events.append((name, fields))
+
+    def alert(self, *title_and_text):
+        self.alerts.append(title_and_text)
 
     def clock(self):
         return self.seconds
 
     def see(self, step, *flags, skipped=0, in_row=0):
         values = {name: np.float32(1.0) for name in ("loss", "grad_norm", "norm_z", "update_norm", "clip_factor")}
-        values |= {"learning_rate": np.float32(1e-3), "module_norms": np.array([0.1, 0.9], np.float32)}
+        values |= {"learning_rate": np.float32(1e-3), "flagged_module": np.int32(1)}
         values |= {"skipped": np.int32(skipped), "skipped_in_row": np.int32(in_row)}
         values["flags"] = np.array([name in flags for name in DETECTORS])
         for task in self.watch.observe(step, values, {"batch_ids": [step]}):
@@ -84,3 +92,41 @@ def test_caps_on_skips(seen, reason):
     assert (listener.watch.halt is None) == (reason is None)
     if reason:
         assert reason in listener.watch.halt
+
+
+def test_a_rollback_looks_for_the_end_of_the_window_first():
+    """From the first flagged step on for so many steps; the suspects are those from the first to the last flagged."""
+    listener = Listener(actions={"severe": "rollback"}, rollback_look=4)
+    listener.see(9)
+    for step, flags in ((10, ["severe"]), (11, []), (12, ["severe"])):
+        listener.see(step, *flags, skipped=6, in_row=6)
+        assert not listener.watch.back
+    assert listener.watch.suspects().step == 10
+    listener.see(13)
+    assert listener.watch.back
+    assert listener.watch.suspects().batches == (10, 11, 12)
+    listener.see(14, "severe")
+    assert listener.watch.suspects().batches == (10, 11, 12)
+    assert listener.watch.halt is None
+    assert listener.watch.severe == [10, 12, 14]
+
+
+def test_too_many_rollbacks_halt():
+    listener = Listener(rollbacks=3, actions={"severe": "rollback"})
+    listener.see(10, "severe")
+    assert listener.watch.suspects() is None
+    assert "the run was rolled back 3 times already (health.rollbacks 3)" in listener.watch.halt
+
+
+def test_severe_steps_of_a_course():
+    """Events of steps that were undone do not count against the checkpoints of those that took their place."""
+    events = [
+        {"event": "started"},
+        {"event": "health", "detector": "severe", "step": 40},
+        {"event": "health", "detector": "drift", "step": 50},
+        {"event": "health", "detector": "nonfinite", "step": 90},
+        {"event": "rolled_back", "checkpoint": 60},
+        {"event": "health", "detector": "loss_spike", "step": 95},
+        {"event": "health", "detector": "severe", "step": 95},
+    ]
+    assert severe_steps(events) == [40, 95]
