@@ -81,6 +81,18 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def block_size(text: str) -> int:
+    """argparse type: an anchor and at least one draft."""
+    if positive(text) < 2:
+        raise argparse.ArgumentTypeError(f"{text!r} leaves no token to draft; a block has at least 2")
+    return int(text)
+
+
+def budget(text: str) -> int | str:
+    """argparse type: nodes of a tree, or `auto`."""
+    return text if text == "auto" else positive(text)
+
+
 def numbers(text: str) -> tuple[int, ...]:
     """argparse type: strictly rising positive integers, separated by commas."""
     values = tuple(positive(part) for part in text.split(","))

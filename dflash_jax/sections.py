@@ -246,7 +246,7 @@ class OptimizerSection(Section):
 
 
 class EvaluationSection(Section):
-    """Real greedy speculative decoding on held-out prompts."""
+    """Real speculative decoding on held-out prompts."""
 
     prompts: str | None = None
     """JSONL of `messages`; absent: no evaluation."""
@@ -256,9 +256,17 @@ class EvaluationSection(Section):
     """Use the first so many prompts."""
     max_new_tokens: Annotated[int, Field(ge=2)] = 128
     batch_size: Count = 8
+    method: Literal["chain", "tree"] = "chain"
+    """One draft token an offset, or a draft tree."""
+    budget: Annotated[int, Field(ge=1, le=512)] | None = None
+    """Nodes of the tree; only with `method: tree`, which needs it."""
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """0: greedy."""
 
     @model_validator(mode="after")
     def _check(self) -> "EvaluationSection":
+        if (self.method == "tree") != (self.budget is not None):
+            raise ValueError("budget goes with method: tree, and tree needs it")
         if self.prompts is None and self.every is not None:
             raise ValueError("every is set but prompts is not: name the JSONL of held-out prompts")
         return self

@@ -2,6 +2,7 @@
 """Compare settings in one run and print one JSON object.
 
 pipeline: order of the batches, draw from the pool, placement of the models. telemetry: everything watched or nothing.
+decode: plain, chain and tree decoding.
 """
 
 import argparse
@@ -26,9 +27,19 @@ def main() -> None:
     telemetry = subjects.add_parser("telemetry", help="whole trainings with everything watched and with nothing")
     telemetry.add_argument("--pairs", type=cli.positive, default=5, help="how often each runs (default 5)")
     telemetry.add_argument("--steps", type=cli.positive, default=50, help="optimizer steps a training (default 50)")
+    decode = subjects.add_parser("decode", help="plain, chain and tree decoding of one pair of models, in turn")
+    decode.add_argument("--target", required=True, help="folder, hub id or embedded:NAME")
+    decode.add_argument("--drafter", required=True, help="run folder, checkpoint, exported or published folder")
+    decode.add_argument("--prompts", required=True, help="JSONL, one object with messages a line")
+    decode.add_argument("--budgets", type=cli.numbers, default=(16, 64), help="nodes of the trees (default 16,64)")
+    decode.add_argument("--limit", type=cli.positive, help="use only the first so many prompts")
+    decode.add_argument("--max-new-tokens", type=cli.positive, default=128, help="default 128")
+    decode.add_argument("--batch-size", type=cli.positive, default=8, help="prompts at a time (default 8)")
+    decode.add_argument("--rounds", type=cli.positive, default=3, help="how often each decodes (default 3)")
+    cli.add_device_arguments(decode)
     arguments = parser.parse_args()
 
-    run = run_pipeline if arguments.subject == "pipeline" else run_telemetry
+    run = {"pipeline": run_pipeline, "telemetry": run_telemetry, "decode": run_decode}[arguments.subject]
     with tempfile.TemporaryDirectory() as folder:
         report = run(arguments, Path(folder), lambda text: print(text, file=sys.stderr))
     print(json.dumps(report, indent=2))
@@ -49,6 +60,25 @@ def run_telemetry(arguments: argparse.Namespace, folder: Path, say: Callable[[st
     from dflash_jax.training.benchmark import telemetry_benchmark
 
     return telemetry_benchmark(arguments.pairs, arguments.steps, folder, say)
+
+
+def run_decode(arguments: argparse.Namespace, folder: Path, say: Callable[[str], None]) -> dict:
+    from dflash_jax.training.decode_benchmark import decode_benchmark
+    from dflash_jax.training.evaluation import EvaluationSettings
+
+    settings = EvaluationSettings(
+        max_new_tokens=arguments.max_new_tokens, batch_size=arguments.batch_size, limit=arguments.limit
+    )
+    return decode_benchmark(
+        arguments.target,
+        arguments.drafter,
+        arguments.prompts,
+        settings,
+        arguments.budgets,
+        arguments.rounds,
+        cli.device_section(arguments),
+        say,
+    )
 
 
 if __name__ == "__main__":

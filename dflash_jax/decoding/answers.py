@@ -11,6 +11,7 @@ from dflash_jax.data.chat import ChatTokenizer
 from dflash_jax.data.conversations import BadRow, Conversation, parse_row, read_lines, read_prompts
 from dflash_jax.decoding.generate import generate, make_plain_decoder
 from dflash_jax.decoding.prompts import encode_prompts
+from dflash_jax.decoding.sampling import Sampling
 from dflash_jax.errors import UserError
 from dflash_jax.models.architecture import check_mesh
 from dflash_jax.models.huggingface import embedded_path, load_target, read_target_architecture, resolve_folder
@@ -43,8 +44,7 @@ def answer_prompts(settings: AnswerSettings, progress: Progress) -> tuple[int, i
     Raises:
         UserError: unreadable input, or an output that belongs to other prompts.
     """
-    if settings.temperature < 0:
-        raise UserError(f"temperature {settings.temperature} is negative; 0 is greedy")
+    sampling = Sampling(settings.temperature)
     mesh = make_mesh(settings.devices)
     folder = resolve_folder(settings.target)
     arch = read_target_architecture(folder)
@@ -66,7 +66,7 @@ def answer_prompts(settings: AnswerSettings, progress: Progress) -> tuple[int, i
     if not open_ones:
         return 0, len(present)
     target = load_target(folder, mesh, compute_dtype(settings.devices))
-    decoder = make_plain_decoder(target, settings.max_new_tokens, mesh, settings.temperature, settings.seed)
+    decoder = make_plain_decoder(target, settings.max_new_tokens, mesh, sampling, settings.seed)
     todo = [encoded[i] for i in open_ones]
     with settings.output.open("a", encoding="utf-8") as file, progress(len(todo)) as advance:
         for number, answer in generate(decoder, todo, settings.batch_size, mesh, open_ones):

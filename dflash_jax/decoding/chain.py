@@ -1,156 +1,127 @@
-"""Greedy speculative decoding with one block a round: draft, verify, accept the leading run, add the bonus token.
-
-The algorithm of z-lab/dflash, as one jitted loop with static shapes. Nothing is cut out of a cache: every round writes
-the keys and values of its whole block, and rows past the accepted ones are overwritten by the next round before any
-query can see them (slot index is absolute position).
-"""
+"""The chain: one draft token an offset. The target keeps the leading run that it agrees with."""
 
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
-from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Key
 
-from dflash_jax.decoding.generate import Decoder, is_stop, prefill, widen
-from dflash_jax.decoding.prompts import PromptBatch
-from dflash_jax.models.architecture import DrafterArchitecture
-from dflash_jax.models.drafter import Drafter, mask_blocks
-from dflash_jax.models.target import Cache, FrozenTarget, Target, write_rows
-from dflash_jax.models.weights import Params
+from dflash_jax.decoding.sampling import NEVER, filtered, token_keys
+from dflash_jax.decoding.speculative import DecodingState, Models, Verified, draft_logits
 from dflash_jax.parallel import Leaf
 from dflash_jax.telemetry.drafting import leading_run
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class ChainAnswers:
-    """Answers and how they came about."""
+class ChainDraft:
+    """A block's proposal."""
 
     tokens: Leaf
-    """`[batch, max_new + block]` int32; meaningful up to `counts`."""
-    counts: Leaf
-    """`[batch]` int32, the token of the prefill included; 0 for rows that fill up the batch."""
-    histogram: Leaf
-    """`[batch, block]` int32: rounds that produced 1..block tokens, the bonus token included."""
-    accepted_at: Leaf
-    """`[batch, block - 1]` int32: rounds whose draft at offset 1..block-1 was accepted."""
-    begun_at: Leaf
-    """`[batch, max_new + block]` bool: tokens that a round began with, its anchors."""
+    """`[batch, block]` int32, the anchor first."""
+    expected: Leaf
+    """`[batch]` float32: accepted tokens, if the drafter's probabilities were the target's."""
+
+
+@dataclass(frozen=True)
+class ArgmaxChain:
+    """The drafter's best tokens; a draft is accepted if it is the target's own choice, greedy or drawn.
+
+    With draws this is rejection sampling of a proposal that has all its mass on one token.
+    """
+
+    def draft(self, models: Models, state: DecodingState) -> ChainDraft:
+        logits = draft_logits(models.drafter, models.target, state.anchor, state.position, state.draft_cache)
+        best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        certainty = logits.max(axis=-1) - jax.nn.logsumexp(logits, axis=-1)
+        return ChainDraft(jnp.concatenate([state.anchor[:, None], best], axis=1), foretold(certainty))
+
+    def verify(self, models: Models, state: DecodingState, draft: ChainDraft) -> Verified:
+        logits, taps, target_cache = read_block(models, state, draft.tokens)
+        choices = models.choose(logits, state, _depths(draft.tokens))
+        accepted = leading_run(choices[:, :-1] == draft.tokens[:, 1:])
+        # Where a draft is accepted it equals the target's choice, so the choices are accepted drafts + bonus.
+        return Verified(choices, accepted, draft.expected, taps, target_cache)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class _ChainState:
-    answers: ChainAnswers
-    anchor: Leaf
-    """`[batch]`: the last committed token; the target has not read it yet."""
-    position: Leaf
-    """`[batch]`: its absolute position; both caches are valid below it."""
-    done: Leaf
-    target_cache: Cache
-    draft_cache: Cache
+class SampledDraft(ChainDraft):
+    """A proposal with the law that it was drawn from."""
+
+    law: Leaf
+    """`[batch, block - 1, vocab]` float32 probabilities."""
 
 
-def draft_logits(
-    drafter: Drafter, target: Target, anchor: Int[Array, "batch"], position: Int[Array, "batch"], draft_cache: Cache
-) -> Float[Array, "batch offsets vocab"]:
-    """Logits of the tokens at offsets 1..block-1 behind the token `anchor` at `position`."""
-    arch = drafter.arch
-    blocks = mask_blocks(anchor[:, None], arch.block_size, arch.mask_token_id)
-    embedding = target.embedding()
-    hidden = drafter(blocks, position[:, None], draft_cache, embedding, embedding.dtype)
-    return drafter.logits(hidden[:, 0, 1:], target.projection())
+@dataclass(frozen=True)
+class SampledChain:
+    """Draws of the drafter's law, kept or replaced by rejection sampling (arXiv 2211.17192): the target's law exactly.
 
-
-def decode_chain(
-    graphs: tuple[nnx.GraphDef, nnx.GraphDef],
-    arch: DrafterArchitecture,
-    stop_ids: tuple[int, ...],
-    max_new_tokens: int,
-    params: tuple[Params, Params],
-    batch: PromptBatch,
-) -> ChainAnswers:
-    """Answer a batch of prompts greedily; the tokens equal plain greedy decoding of the target.
-
-    Args:
-        graphs, params: of target and drafter.
+    Answers are then not those of plain decoding with the same seed.
     """
-    target: Target = nnx.merge(graphs[0], params[0])
-    drafter: Drafter = nnx.merge(graphs[1], params[1])
-    block, taps = arch.block_size, arch.target_layer_ids
-    rows, width = batch.tokens.shape
-    # The last round may start one token before the end and writes a whole block.
-    capacity = width + max_new_tokens + block
-    offsets = jnp.arange(block)
 
-    def advance(state: _ChainState) -> _ChainState:
-        logits = draft_logits(drafter, target, state.anchor, state.position, state.draft_cache)
-        drafts = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        tokens = jnp.concatenate([state.anchor[:, None], drafts], axis=1)
-        positions = state.position[:, None] + offsets[None, :]
-        x, tapped, target_cache = target(tokens, positions, taps=taps, cache=state.target_cache)
-        choices = jnp.argmax(target.logits(x), axis=-1).astype(jnp.int32)
-        accepted = leading_run(choices[:, :-1] == drafts)
-        # Where a draft is accepted it equals the target's choice, so the choices are accepted drafts + bonus.
-        ends = is_stop(choices, stop_ids)
-        until_stop = jnp.where(ends.any(axis=1), jnp.argmax(ends, axis=1) + 1, block)
-        produced = jnp.minimum(jnp.minimum(accepted + 1, until_stop), max_new_tokens - state.answers.counts)
-        produced = jnp.where(state.done, 0, produced)
-        answers = _record(state.answers, choices, produced, jnp.minimum(accepted, produced), ~state.done)
-        last = jnp.take_along_axis(choices, jnp.maximum(produced - 1, 0)[:, None], axis=1)[:, 0]
-        done = state.done | is_stop(last, stop_ids) | (answers.counts >= max_new_tokens)
-        context = drafter.context(tapped, positions)
-        return _ChainState(
-            answers=answers,
-            anchor=jnp.where(state.done, state.anchor, last),
-            position=state.position + produced,
-            done=done,
-            target_cache=target_cache,
-            draft_cache=write_context(state.draft_cache, context, positions),
-        )
+    def draft(self, models: Models, state: DecodingState) -> SampledDraft:
+        logits = draft_logits(models.drafter, models.target, state.anchor, state.position, state.draft_cache)
+        logits = filtered(logits, models.sampling)
+        tokens = _draw(_keys(state, logits, 0), logits)
+        # If the drafter's law were the target's, every draw would be kept.
+        expected = jnp.full(len(tokens), tokens.shape[1], jnp.float32)
+        tokens = jnp.concatenate([state.anchor[:, None], tokens], axis=1)
+        return SampledDraft(tokens, expected, jax.nn.softmax(logits, axis=-1))
 
-    logits, target_cache, tapped = prefill(target, batch, capacity, taps)
-    positions = jnp.broadcast_to(jnp.arange(width)[None, :], batch.tokens.shape)
-    draft_cache = widen(drafter.context(tapped, positions), capacity)
-    first = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    active = batch.indices >= 0
-    answers = ChainAnswers(
-        tokens=jnp.zeros((rows, max_new_tokens + block), jnp.int32).at[:, 0].set(first),
-        counts=active.astype(jnp.int32),
-        histogram=jnp.zeros((rows, block), jnp.int32),
-        accepted_at=jnp.zeros((rows, block - 1), jnp.int32),
-        begun_at=jnp.zeros((rows, max_new_tokens + block), bool),
-    )
-    done = ~active | is_stop(first, stop_ids) | (answers.counts >= max_new_tokens)
-    state = _ChainState(answers, first, batch.lengths, done, target_cache, draft_cache)
-    return jax.lax.while_loop(lambda state: ~state.done.all(), advance, state).answers
+    def verify(self, models: Models, state: DecodingState, draft: SampledDraft) -> Verified:
+        logits, taps, target_cache = read_block(models, state, draft.tokens)
+        target_law = jax.nn.softmax(filtered(logits, models.sampling), axis=-1)
+        proposed = draft.tokens[:, 1:]
+
+        def of_token(law: Array) -> Array:
+            return jnp.take_along_axis(law, proposed[..., None], axis=-1)[..., 0]
+
+        threshold = jax.vmap(jax.vmap(jax.random.uniform))(_keys(state, draft.law, 1))
+        kept = threshold * of_token(draft.law) < of_token(target_law[:, :-1])
+        accepted = leading_run(kept)
+        replacement = _draw(_keys(state, target_law, 2), residual(target_law, draft.law))
+        offsets = jnp.arange(draft.tokens.shape[1])
+        padded = jnp.pad(proposed, ((0, 0), (0, 1)))
+        choices = jnp.where(offsets[None, :] < accepted[:, None], padded, replacement)
+        return Verified(choices, accepted, draft.expected, taps, target_cache)
 
 
-def make_chain_decoder(
-    target: FrozenTarget, drafter_graph: nnx.GraphDef, arch: DrafterArchitecture, max_new_tokens: int, mesh: Mesh
-) -> Decoder:
-    """`decoder(batch, drafter params) -> ChainAnswers`."""
-    decode = partial(decode_chain, (target.graph, drafter_graph), arch, target.stop_ids, max_new_tokens)
-    return Decoder(decode, mesh, lambda batch, params: ((target.params, params), batch))
+def residual(
+    target_law: Float[Array, "batch block vocab"], law: Float[Array, "batch offsets vocab"]
+) -> Float[Array, "batch block vocab"]:
+    """Log-weights that a token is drawn from where the draft was rejected; the last row had none, and is the target's.
+
+    `max(p - q, 0)`, and p itself where rounding leaves nothing of it.
+    """
+    left = jnp.maximum(target_law - jnp.pad(law, ((0, 0), (0, 1), (0, 0))), 0.0)
+    left = jnp.where(left.sum(axis=-1, keepdims=True) > 0, left, target_law)
+    return jnp.where(left > 0, jnp.log(jnp.maximum(left, 1e-38)), NEVER)
 
 
-def _record(answers: ChainAnswers, choices: Array, produced: Array, accepted: Array, active: Array) -> ChainAnswers:
-    block = choices.shape[1]
-    write = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice_in_dim(row, new, at, axis=0))
-    return ChainAnswers(
-        # A finished row produces nothing: it rewrites tokens behind its count, which nobody reads.
-        tokens=write(answers.tokens, choices, answers.counts),
-        counts=answers.counts + produced,
-        histogram=answers.histogram + (produced[:, None] == jnp.arange(1, block + 1)[None, :]),
-        accepted_at=answers.accepted_at + (accepted[:, None] >= jnp.arange(1, block)[None, :]),
-        begun_at=answers.begun_at
-        | (active[:, None] & (jnp.arange(answers.begun_at.shape[1])[None, :] == answers.counts[:, None] - 1)),
-    )
+def read_block(
+    models: Models, state: DecodingState, tokens: Int[Array, "batch block"]
+) -> tuple[Float[Array, "batch block vocab"], tuple[Array, ...], list[tuple[Array, Array]]]:
+    """The target's logits of a block, its taps, and its cache with the block."""
+    positions = state.position[:, None] + _depths(tokens)
+    x, taps, cache = models.target(tokens, positions, taps=models.arch.target_layer_ids, cache=state.target_cache)
+    return models.target.logits(x), taps, cache
 
 
-def write_context(cache: Cache, new: Cache, positions: Int[Array, "batch time"]) -> Cache:
-    """The drafter's cache with the keys and values of newly verified positions."""
-    return jax.tree.map(lambda slots, rows: write_rows(slots, rows, positions), cache, new)
+def foretold(log_probabilities: Float[Array, "batch offsets"]) -> Float[Array, "batch"]:
+    """Expected length of the leading run, if each token is right with this probability, independently."""
+    return jnp.exp(jnp.cumsum(log_probabilities, axis=-1)).sum(axis=-1)
+
+
+def _depths(tokens: Int[Array, "batch block"]) -> Int[Array, "batch block"]:
+    return jnp.broadcast_to(jnp.arange(tokens.shape[1])[None, :], tokens.shape)
+
+
+def _keys(state: DecodingState, rows: Array, use: int) -> Key[Array, "batch time"]:
+    """Keys for one use each of the places behind the anchor: a proposal, its threshold, its replacement."""
+    places = state.answers.counts[:, None] + jnp.arange(rows.shape[1])[None, :]
+    return jax.vmap(jax.vmap(lambda key: jax.random.fold_in(key, use)))(token_keys(state.keys, places))
+
+
+def _draw(keys: Key[Array, "batch time"], logits: Float[Array, "batch time vocab"]) -> Int[Array, "batch time"]:
+    return jax.vmap(jax.vmap(jax.random.categorical))(keys, logits).astype(jnp.int32)

@@ -7,12 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.decoding.prompts import PromptBatch, batch_prompts
+from dflash_jax.decoding.sampling import GREEDY, Sampling, choose, row_keys
 from dflash_jax.models.target import Cache, FrozenTarget, Target
 from dflash_jax.models.weights import Params
 from dflash_jax.parallel import Leaf, on_mesh, sharding_of
@@ -76,25 +76,18 @@ def decode_plain(
     graph: nnx.GraphDef,
     stop_ids: tuple[int, ...],
     max_new_tokens: int,
-    sample: bool,
+    sampling: Sampling,
     params: Params,
     batch: PromptBatch,
     key: Array,
-    temperature: Float[Array, ""],
 ) -> Answers:
-    """Answer a batch token by token inside one jitted loop.
-
-    With `sample`, a row's draws come from (key, prompt number, token number), so they do not depend on its batch.
-    """
+    """Answer a batch token by token inside one jitted loop."""
     target: Target = nnx.merge(graph, params)
     rows, width = batch.tokens.shape
-    row_keys = jax.vmap(lambda index: jax.random.fold_in(key, index))(batch.indices)
+    keys = row_keys(key, batch.indices)
 
-    def choose(logits: Array, count: Array) -> Array:
-        if not sample:
-            return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        keys = jax.vmap(jax.random.fold_in)(row_keys, count)
-        return jax.vmap(jax.random.categorical)(keys, logits / temperature).astype(jnp.int32)
+    def next_token(logits: Array, count: Array) -> Array:
+        return choose(logits[:, None], sampling, keys, count[:, None])[:, 0]
 
     def write(answers: Answers, token: Array, logits: Array, active: Array) -> Answers:
         slot = jnp.where(active, answers.counts, max_new_tokens)
@@ -108,7 +101,7 @@ def decode_plain(
     def advance(state: _PlainState) -> _PlainState:
         x, _, cache = target(state.token[:, None], state.position[:, None], cache=state.cache)
         logits = target.logits(x[:, 0])
-        token = choose(logits, state.answers.counts)
+        token = next_token(logits, state.answers.counts)
         active = ~state.done
         answers = write(state.answers, token, logits, active)
         done = state.done | is_stop(token, stop_ids) | (answers.counts >= max_new_tokens)
@@ -122,7 +115,7 @@ def decode_plain(
         gaps=jnp.zeros((rows, max_new_tokens), jnp.float32),
     )
     active = batch.indices >= 0
-    token = choose(logits, empty.counts)
+    token = next_token(logits, empty.counts)
     answers = write(empty, token, logits, active)
     done = ~active | is_stop(token, stop_ids) | (answers.counts >= max_new_tokens)
     state = _PlainState(answers, token, batch.lengths, done, cache)
@@ -154,14 +147,12 @@ class Decoder:
 
 
 def make_plain_decoder(
-    target: FrozenTarget, max_new_tokens: int, mesh: Mesh, temperature: float = 0.0, seed: int = 0
+    target: FrozenTarget, max_new_tokens: int, mesh: Mesh, sampling: Sampling = GREEDY, seed: int = 0
 ) -> Decoder:
-    """`decoder(batch) -> Answers`; temperature 0 is greedy."""
-    sample = temperature > 0
+    """`decoder(batch) -> Answers`."""
     key = jax.device_put(jax.random.key(seed), sharding_of(mesh))
-    heat = jax.device_put(np.float32(temperature if sample else 1.0), sharding_of(mesh))
-    decode = partial(decode_plain, target.graph, target.stop_ids, max_new_tokens, sample)
-    return Decoder(decode, mesh, lambda batch: (target.params, batch, key, heat))
+    decode = partial(decode_plain, target.graph, target.stop_ids, max_new_tokens, sampling)
+    return Decoder(decode, mesh, lambda batch: (target.params, batch, key))
 
 
 def generate(

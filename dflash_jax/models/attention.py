@@ -21,25 +21,48 @@ def causal_attention(
     k: Float[Array, "batch keys kv_heads head_dim"],
     v: Float[Array, "batch keys kv_heads head_dim"],
     positions: Int[Array, "batch time"],
+    ancestors: Bool[Array, "batch time time"] | None = None,
 ) -> Float[Array, "batch time heads head_dim"]:
     """Each query sees the keys at index <= its position; key index is absolute position.
 
     With `keys == time` this is the usual causal attention over right-padded rows; with a cache, slots that are not
     written yet lie behind every position and are never seen.
+
+    Args:
+        ancestors: the queries are nodes of a tree, stored one behind the other from the root's position on; which of
+            them each sees besides all that lies before the root, itself included.
     """
     time = q.shape[1]
+
+    def attend(q: Array, positions: Array, ancestors: Array | None = None) -> Array:
+        if ancestors is None:
+            visible = jnp.arange(k.shape[1])[None, None, :] <= positions[:, :, None]
+        else:
+            visible = _tree_visible(root, ancestors, k.shape[1])
+        return _causal_chunk(q, k, v, visible)
+
+    root = positions[:, 0]
+    parts = (q, positions) if ancestors is None else (q, positions, ancestors)
     if time <= QUERY_CHUNK:
-        return _causal_chunk(q, k, v, positions)
-    chunked = (_chunks(q, QUERY_CHUNK), _chunks(positions, QUERY_CHUNK))
-    out = jax.lax.map(lambda chunk: _causal_chunk(chunk[0], k, v, chunk[1]), chunked)
-    return _unchunk(out, time)
+        return attend(*parts)
+    chunked = tuple(_chunks(part, QUERY_CHUNK) for part in parts)
+    return _unchunk(jax.lax.map(lambda chunk: attend(*chunk), chunked), time)
 
 
-def _causal_chunk(q: Array, k: Array, v: Array, positions: Array) -> Array:
+def _tree_visible(
+    root: Int[Array, "batch"], ancestors: Bool[Array, "batch rows nodes"], keys: int
+) -> Bool[Array, "batch rows keys"]:
+    """All keys before the root, and of the tree's own, which begin there, each row's ancestors."""
+    node = jnp.arange(keys)[None, :] - root[:, None]
+    nodes = ancestors.shape[2]
+    among = jnp.take_along_axis(ancestors, jnp.clip(node, 0, nodes - 1)[:, None, :], axis=2)
+    return (node < 0)[:, None, :] | (among & (node < nodes)[:, None, :])
+
+
+def _causal_chunk(q: Array, k: Array, v: Array, visible: Array) -> Array:
     batch, time, heads, head_dim = q.shape
     rows = _heads_first(q, k.shape[2])
     scores = _dot(rows, _heads_first(k)) * head_dim**-0.5
-    visible = jnp.arange(k.shape[1])[None, None, :] <= positions[:, :, None]
     scores = scores.reshape(batch, k.shape[2], -1, time, k.shape[1])
     scores = jnp.where(visible[:, None, None], scores, _MASKED)
     weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))

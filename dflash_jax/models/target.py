@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.models.architecture import TargetArchitecture
 from dflash_jax.models.attention import causal_attention
@@ -47,6 +47,7 @@ class Attention(nnx.Module):
         positions: Int[Array, "batch time"],
         rotary: tuple[Array, Array],
         cache: tuple[Array, Array] | None,
+        ancestors: Bool[Array, "batch time time"] | None,
     ) -> tuple[Float[Array, "batch time hidden"], tuple[Array, Array]]:
         heads = (*x.shape[:-1], -1, self.head_dim)
         q, k, v = (proj(x).reshape(heads) for proj in (self.q_proj, self.k_proj, self.v_proj))
@@ -55,7 +56,7 @@ class Attention(nnx.Module):
         q, k = rotate(q, *rotary), rotate(k, *rotary)
         if cache is not None:
             k, v = (write_rows(slots, rows, positions) for slots, rows in zip(cache, (k, v), strict=True))
-        out = causal_attention(q, k, v, positions)
+        out = causal_attention(q, k, v, positions, ancestors)
         return self.o_proj(out.reshape(*x.shape[:-1], -1)), (k, v)
 
 
@@ -69,9 +70,14 @@ class Block(nnx.Module):
         self.mlp = GatedMLP(arch.hidden_size, arch.intermediate_size)
 
     def __call__(
-        self, x: Array, positions: Array, rotary: tuple[Array, Array], cache: tuple[Array, Array] | None
+        self,
+        x: Array,
+        positions: Array,
+        rotary: tuple[Array, Array],
+        cache: tuple[Array, Array] | None,
+        ancestors: Array | None,
     ) -> tuple[Array, tuple[Array, Array]]:
-        attended, cache = self.self_attn(self.input_layernorm(x), positions, rotary, cache)
+        attended, cache = self.self_attn(self.input_layernorm(x), positions, rotary, cache, ancestors)
         x = x + attended
         x = x + self.mlp(self.post_attention_layernorm(x))
         return constrain(x, "batch", None, None), cache
@@ -110,6 +116,7 @@ class Target(nnx.Module):
         taps: Sequence[int] = (),
         cache: Cache | None = None,
         layers: int | None = None,
+        ancestors: Bool[Array, "batch time time"] | None = None,
     ) -> tuple[Float[Array, "batch time hidden"], tuple[Float[Array, "batch time hidden"], ...], Cache]:
         """Run the blocks over `tokens` at absolute `positions`.
 
@@ -117,6 +124,8 @@ class Target(nnx.Module):
             taps: 0-based blocks whose outputs are returned: after both residual adds, before the final norm.
             cache: keys and values of earlier positions; the new ones are written at `positions` first.
             layers: number of blocks to run; none: all.
+            ancestors: the tokens are the nodes of a tree, root first, at the root's position plus their depth; which
+                nodes each of them sees. Their keys and values are written one behind the other from the root on.
 
         Returns:
             The residual stream after the last block run (before the final norm), the taps, and the new cache
@@ -126,7 +135,7 @@ class Target(nnx.Module):
         rotary = rotary_table(self.arch.rope, self.arch.head_dim, positions)
         tapped, new_cache = {}, []
         for index, block in enumerate(self.model.layers[:layers]):
-            x, slots = block(x, positions, rotary, cache[index] if cache is not None else None)
+            x, slots = block(x, positions, rotary, cache[index] if cache is not None else None, ancestors)
             new_cache.append(slots)
             if index in taps:
                 tapped[index] = x
@@ -166,7 +175,7 @@ def write_rows(
     rows: Float[Array, "batch time kv_heads head_dim"],
     positions: Int[Array, "batch time"],
 ) -> Float[Array, "batch capacity kv_heads head_dim"]:
-    """Write each row of keys or values at its own positions, which are consecutive."""
+    """Write the rows of keys or values one behind the other from their first position on."""
 
     def write(slot: Array, row: Array, start: Array) -> Array:
         return jax.lax.dynamic_update_slice_in_dim(slot, row.astype(slot.dtype), start, axis=0)

@@ -14,8 +14,8 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int
 
 from dflash_jax.data.loader import Batch
-from dflash_jax.decoding.chain import ChainAnswers
 from dflash_jax.decoding.prompts import PromptBatch
+from dflash_jax.decoding.speculative import SpeculativeAnswers
 from dflash_jax.models.target import FrozenTarget, Target
 from dflash_jax.models.weights import Params
 from dflash_jax.parallel import batch_shards, on_mesh, sharding_of
@@ -33,7 +33,7 @@ class HeldOut:
         function = partial(drafting_of_answers, target.graph, drafter_graph, settings, batch_shards(mesh))
         self._jitted = jax.jit(on_mesh(mesh, function), out_shardings=sharding_of(mesh))
 
-    def __call__(self, prompts: PromptBatch, answers: ChainAnswers, params: Params) -> DraftingSums:
+    def __call__(self, prompts: PromptBatch, answers: SpeculativeAnswers, params: Params) -> DraftingSums:
         """Sums over the rounds of a batch of answers, on the host.
 
         Args:
@@ -48,7 +48,7 @@ class HeldOut:
 
 
 def lay_out_answers(
-    prompts: Int[np.ndarray, "batch prompt"], prompt_lengths: Int[np.ndarray, "batch"], answers: ChainAnswers
+    prompts: Int[np.ndarray, "batch prompt"], prompt_lengths: Int[np.ndarray, "batch"], answers: SpeculativeAnswers
 ) -> tuple[Batch, Int[np.ndarray, "batch blocks"], Bool[np.ndarray, "batch blocks"]]:
     """Prompts and answers as rows of a training batch, with the rounds' first tokens as anchors; numpy.
 

@@ -24,6 +24,7 @@ from dflash_jax.telemetry.stages import DRAFTER, StageClock
 from dflash_jax.telemetry.stream import MetricStream, Row, Sink
 from dflash_jax.training.checkpoint import Checkpoints, Position
 from dflash_jax.training.compiled import count_compiles
+from dflash_jax.training.evaluation import evaluation_method
 from dflash_jax.training.export import export_drafter
 from dflash_jax.training.heldout import HeldOut
 from dflash_jax.training.pipeline import Pipeline
@@ -108,6 +109,7 @@ def _train(config: Config, resume: bool) -> Summary | Rollback:
             limit,
             config.evaluation.batch_size,
             meshes.target,
+            method=evaluation_method(config.evaluation),
             examine=HeldOut(target, step.graph, engine.settings, meshes.target),
         )
     on_target = weights.shardings(step.specs, meshes.target)

@@ -9,6 +9,7 @@ from flax import nnx
 
 from dflash_jax.decoding.evaluate import Evaluator
 from dflash_jax.decoding.generate import generate, make_plain_decoder
+from dflash_jax.decoding.sampling import Sampling
 from tests.helpers import MESHES, make_drafter, make_target, tiny_drafter, tiny_target
 
 # A vocabulary of eight makes a random drafter right every eighth time, so rounds of several lengths occur.
@@ -108,7 +109,9 @@ def test_sampling_is_a_function_of_seed_and_prompt():
     prompts = prompts_of(6, 64)
 
     def answers(batch_size, temperature, seed=0):
-        return list(generate(make_plain_decoder(target, 12, mesh, temperature, seed), prompts, batch_size, mesh))
+        return list(
+            generate(make_plain_decoder(target, 12, mesh, Sampling(temperature), seed), prompts, batch_size, mesh)
+        )
 
     assert answers(2, 5.0) == answers(6, 5.0)
     assert answers(6, 5.0) != answers(6, 5.0, seed=1)

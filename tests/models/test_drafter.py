@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from dflash_jax.decoding.chain import draft_logits, write_context
 from dflash_jax.decoding.generate import prefill, widen
 from dflash_jax.decoding.prompts import PromptBatch
+from dflash_jax.decoding.speculative import draft_logits, write_context
 from dflash_jax.models.architecture import SLIDING
 from dflash_jax.models.drafter import mask_blocks
 from tests.helpers import make_drafter, make_target, relative_error, tiny_drafter, tiny_target

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.telemetry.trees import tree_acceptance
+from dflash_jax.telemetry.trees import draft_tree, tree_acceptance
 
 
 def heap_tree(log_q, budget):
@@ -56,6 +56,44 @@ def test_equals_the_heap_algorithm(budget):
         assert count(log_q[:, :budget], ranks, valid) == expected, seed
         found.append(expected)
     assert len(set(found)) > 2 or budget == 1
+
+
+def nodes_of(tree):
+    """Rank tuples of the nodes that exist, besides the root."""
+    tuples = [()]
+    for rank, parent in zip(tree.ranks[1:].tolist(), tree.parents[1:].tolist(), strict=True):
+        tuples.append((*tuples[parent], rank))
+    return [ranks for ranks, exists in zip(tuples[1:], tree.exists[1:].tolist(), strict=True) if exists]
+
+
+@pytest.mark.parametrize("budget", [8, 64, 256])
+def test_nodes_equal_the_heaps(budget):
+    """On 200 random cases: the same set, parents first, with their probabilities."""
+    build = jax.jit(partial(draft_tree, budget=budget))
+    for seed in range(200):
+        log_q, _, _ = random_case(seed)
+        tree = jax.device_get(build(log_q[:, :budget]))
+        nodes = nodes_of(tree)
+        assert len(nodes) == len(set(nodes)) == budget
+        assert set(nodes) == heap_tree(log_q.astype(np.float64), budget), seed
+        assert tree.depths[1:].tolist() == [len(ranks) for ranks in nodes] == sorted(len(ranks) for ranks in nodes)
+        scores = [sum(log_q[depth, rank] for depth, rank in enumerate(ranks)) for ranks in nodes]
+        np.testing.assert_allclose(tree.scores[1:], scores, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("budget", [3, 7, 20])
+def test_a_forced_spine_is_in_the_tree(budget):
+    """As deep as the budget goes; the other nodes are the likeliest of the rest, and parents are all there."""
+    build = jax.jit(partial(draft_tree, budget=budget, force_spine=True))
+    for seed in range(50):
+        log_q, _, _ = random_case(seed)
+        nodes = nodes_of(jax.device_get(build(log_q[:, :budget])))
+        spine = {(0,) * depth for depth in range(1, min(budget, len(log_q)) + 1)}
+        assert spine <= set(nodes)
+        assert all(ranks[:-1] in nodes or len(ranks) == 1 for ranks in nodes)
+        free = heap_tree(log_q.astype(np.float64), 200)
+        likeliest = sorted(free - spine, key=lambda ranks: -sum(log_q[d, r] for d, r in enumerate(ranks)))
+        assert set(nodes) - spine == set(likeliest[: budget - len(spine)])
 
 
 def test_a_vocabulary_below_the_budget():

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from dflash_jax.decoding.chain import draft_logits
 from dflash_jax.decoding.evaluate import Evaluator
+from dflash_jax.decoding.speculative import draft_logits
 from dflash_jax.training.heldout import HeldOut
 from dflash_jax.training.state import DraftSettings
 from tests.decoding.test_chain import SMALL, prompts_of
@@ -29,9 +29,7 @@ def report_of(mesh_shape, stop_ids=(3,)):
         return held_out(batch, answers, params)
 
     names = list(range(len(prompts)))
-    evaluator = Evaluator(
-        target, drafter.graph, drafter.arch, prompts, names, MAX_NEW, 8, mesh, lambda done: None, examine
-    )
+    evaluator = Evaluator(target, drafter.graph, drafter.arch, prompts, names, MAX_NEW, 8, mesh, examine=examine)
     return evaluator.report(drafter.params), seen, target, drafter
 
 

@@ -4,6 +4,7 @@ import io
 import json
 import signal
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +18,10 @@ from dflash_jax.parallel import mesh_of
 from dflash_jax.sections import DevicesSection
 from dflash_jax.telemetry.sinks import flatten
 from dflash_jax.telemetry.stream import MetricStream
-from dflash_jax.training.evaluation import evaluate_files
+from dflash_jax.training.evaluation import EvaluationSettings, evaluate_files
 from dflash_jax.training.export import export_drafter, open_drafter
 from dflash_jax.training.loop import train
-from dflash_jax.training.summary import print_summary
+from dflash_jax.training.summary import print_reports, print_summary
 from tests.telemetry.offline_run import rows_of_run
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
@@ -215,18 +216,12 @@ def test_evaluation_export_and_reopening(workspace):
     assert f"{summary.after.acceptance_length:.3f}" in text.getvalue()
 
     devices, advanced = DevicesSection(), []
+    file = "embedded:quickstart/heldout.jsonl"
+    settings = EvaluationSettings(max_new_tokens=16, limit=4)
     reports = [
         evaluate_files(
-            "embedded:quickstart",
-            str(place),
-            "embedded:quickstart/heldout.jsonl",
-            max_new_tokens=16,
-            batch_size=8,
-            limit=4,
-            template_arguments=None,
-            devices=devices,
-            progress=lambda total: nullcontext(advanced.append),
-        )
+            "embedded:quickstart", str(place), [file], settings, devices, lambda total: nullcontext(advanced.append)
+        )[file]
         for place in (folder, folder / "checkpoints" / "14", folder / "export")
     ]
     assert reports[0].histogram == reports[1].histogram
@@ -238,9 +233,16 @@ def test_evaluation_export_and_reopening(workspace):
     np.testing.assert_allclose(drafting["loss"], rows[-1]["heldout/loss"], rtol=1e-5)
     assert TRAINING_KEYS & drafting.keys() == set(drafting)
     assert sum(advanced) == 3 * 2 * 4
-    keys = {"acceptance_length", "acceptance_length_pooled", "histogram", "accepted_at", "prompts", "tokens"}
-    keys |= {"lossless", "mismatches", "seconds_plain", "seconds_speculative", "drafting"}
-    assert json.loads(json.dumps(reports[0].as_json())).keys() == keys
+    assert not reports[0].warnings
+    print_reports({"prompts": reports[0]}, Console(file=text, width=160))
+    assert f"{reports[0].realised:.2f}" in text.getvalue()
+    assert json.loads(json.dumps(reports[0].as_json()))["accepted_at"] == list(reports[0].accepted_at)
+    arguments = replace(settings, template_arguments={"thinking": True}, block_size=12)
+    (odd,) = evaluate_files(
+        "embedded:quickstart", str(folder), [file], arguments, devices, lambda total: nullcontext(advanced.append)
+    ).values()
+    assert "block size 12 is larger than trained (8)" in odd.warnings
+    assert "tokenizer, chat template or its arguments differ from those of the training data" in odd.warnings
 
 
 def test_start_from_an_exported_drafter(workspace):
