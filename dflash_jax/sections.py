@@ -262,6 +262,8 @@ class EvaluationSection(Section):
     """Nodes of the tree; only with `method: tree`, which needs it."""
     temperature: Annotated[float, Field(ge=0)] = 0.0
     """0: greedy."""
+    keep_best: bool = False
+    """Keep the drafter with the largest acceptance length in `<run>/best`, and export that one."""
 
     @model_validator(mode="after")
     def _check(self) -> "EvaluationSection":
@@ -269,6 +271,8 @@ class EvaluationSection(Section):
             raise ValueError("budget goes with method: tree, and tree needs it")
         if self.prompts is None and self.every is not None:
             raise ValueError("every is set but prompts is not: name the JSONL of held-out prompts")
+        if self.prompts is None and self.keep_best:
+            raise ValueError("keep_best is set but prompts is not: name the JSONL of held-out prompts")
         return self
 
 

@@ -9,8 +9,8 @@ from typing import Any
 from dflash_jax.cli import Progress
 from dflash_jax.data.chat import ChatTokenizer
 from dflash_jax.data.conversations import BadRow, Conversation, parse_row, read_lines, read_prompts
-from dflash_jax.decoding.generate import generate, make_plain_decoder
 from dflash_jax.decoding.prompts import encode_prompts
+from dflash_jax.decoding.refill import generate_refilling
 from dflash_jax.decoding.sampling import Sampling
 from dflash_jax.errors import UserError
 from dflash_jax.models.architecture import check_mesh
@@ -66,10 +66,12 @@ def answer_prompts(settings: AnswerSettings, progress: Progress) -> tuple[int, i
     if not open_ones:
         return 0, len(present)
     target = load_target(folder, mesh, compute_dtype(settings.devices))
-    decoder = make_plain_decoder(target, settings.max_new_tokens, mesh, sampling, settings.seed)
     todo = [encoded[i] for i in open_ones]
     with settings.output.open("a", encoding="utf-8") as file, progress(len(todo)) as advance:
-        for number, answer in generate(decoder, todo, settings.batch_size, mesh, open_ones):
+        answers = generate_refilling(
+            target, todo, settings.max_new_tokens, settings.batch_size, mesh, sampling, settings.seed, open_ones
+        )
+        for number, answer in answers:
             row = _row(prompts[number], encoded[number], answer, tokenizer.decode(answer))
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
             file.flush()

@@ -1,7 +1,7 @@
 """Plain decoding of the target: the answers that drafters are trained on, and the yardstick of speculative decoding."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,9 +13,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.decoding.prompts import PromptBatch, batch_prompts
 from dflash_jax.decoding.sampling import GREEDY, Sampling, choose, row_keys
-from dflash_jax.models.target import Cache, FrozenTarget, Target
+from dflash_jax.models.target import Cache, FrozenTarget, Target, write_rows
 from dflash_jax.models.weights import Params
 from dflash_jax.parallel import Leaf, on_mesh, sharding_of
+
+PREFILL_CHUNK = 1024
+"""Prompt tokens that are read at a time."""
 
 
 @jax.tree_util.register_dataclass
@@ -33,11 +36,17 @@ class Answers:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class _PlainState:
+class PlainState:
+    """What a token changes."""
+
     answers: Answers
     token: Leaf
+    """`[batch]`: the last one of each answer; the target has not read it yet."""
     position: Leaf
+    """`[batch]`: its absolute position."""
     done: Leaf
+    keys: Leaf
+    """`[batch]` PRNG keys of the prompts."""
     cache: Cache
 
 
@@ -47,17 +56,56 @@ def is_stop(tokens: Int[Array, "*batch"], stop_ids: tuple[int, ...]) -> Bool[Arr
 
 
 def prefill(
-    target: Target, batch: PromptBatch, capacity: int, taps: tuple[int, ...] = ()
-) -> tuple[Float[Array, "batch vocab"], Cache, tuple[Float[Array, "batch prompt hidden"], ...]]:
-    """Read the prompts: logits after each prompt's last token, a cache of `capacity` slots, the tapped features.
+    target: Target,
+    batch: PromptBatch,
+    capacity: int,
+    taps: tuple[int, ...] = (),
+    context: Callable[[tuple[Array, ...], Array], Cache] | None = None,
+) -> tuple[Float[Array, "batch vocab"], Cache, Cache]:
+    """Read the prompts: logits after each prompt's last token, and caches of `capacity` slots.
 
-    Slots behind a prompt's end hold padding; decoding overwrites each before a query can see it.
+    Long prompts are read in chunks, so that memory besides the caches does not grow with them. Slots behind a prompt's
+    end hold padding; decoding overwrites each before a query can see it.
+
+    Args:
+        context: makes a second cache's keys and values of the tapped features and their positions.
     """
-    width = batch.tokens.shape[1]
-    positions = jnp.broadcast_to(jnp.arange(width)[None, :], batch.tokens.shape)
-    x, tapped, cache = target(batch.tokens, positions, taps=taps)
-    last = jnp.take_along_axis(x, (batch.lengths - 1)[:, None, None], axis=1)[:, 0]
-    return target.logits(last), widen(cache, capacity), tapped
+    rows, width = batch.tokens.shape
+    at = batch.lengths - 1
+    if width <= PREFILL_CHUNK:
+        positions = jnp.broadcast_to(jnp.arange(width)[None, :], batch.tokens.shape)
+        x, tapped, cache = target(batch.tokens, positions, taps=taps)
+        last = jnp.take_along_axis(x, at[:, None, None], axis=1)[:, 0]
+        second = [] if context is None else widen(context(tapped, positions), capacity)
+        return target.logits(last), widen(cache, capacity), second
+    chunks = -(-width // PREFILL_CHUNK)
+    tokens = jnp.pad(batch.tokens, ((0, 0), (0, chunks * PREFILL_CHUNK - width)))
+    tokens = jnp.moveaxis(tokens.reshape(rows, chunks, PREFILL_CHUNK), 1, 0)
+    # The chunks' own slots, then what decoding writes: padding of the last chunk must not run over the end.
+    room = max(capacity, chunks * PREFILL_CHUNK)
+
+    def slots_of(one_chunk: Any) -> Cache:
+        return jax.tree.map(lambda x: jnp.zeros((rows, room, *x.shape[2:]), x.dtype), one_chunk)
+
+    def read(tokens: Array, first: Array, cache: Cache | None) -> tuple[Array, Cache, Cache, Array]:
+        positions = jnp.broadcast_to((first + jnp.arange(PREFILL_CHUNK))[None, :], tokens.shape)
+        x, tapped, cache = target(tokens, positions, taps=taps, cache=cache)
+        return x, cache, [] if context is None else context(tapped, positions), positions
+
+    def visit(carry: tuple[Cache, Cache, Array], chunk: tuple[Array, Array]) -> tuple[tuple[Cache, Cache, Array], None]:
+        cache, second, last = carry
+        tokens, first = chunk
+        x, cache, new, positions = read(tokens, first, cache)
+        second = jax.tree.map(lambda slots, rows: write_rows(slots, rows, positions), second, new)
+        inside = (at >= first) & (at < first + PREFILL_CHUNK)
+        here = jnp.take_along_axis(x, jnp.clip(at - first, 0, PREFILL_CHUNK - 1)[:, None, None], axis=1)[:, 0]
+        return (cache, second, jnp.where(inside[:, None], here, last)), None
+
+    x, one, other, _ = jax.eval_shape(read, tokens[0], jnp.int32(0), None)
+    start = slots_of(one), slots_of(other), jnp.zeros((rows, x.shape[-1]), x.dtype)
+    firsts = jnp.arange(chunks) * PREFILL_CHUNK
+    (cache, second, last), _ = jax.lax.scan(visit, start, (tokens, firsts))
+    return target.logits(last), cache, second
 
 
 def widen(cache: Cache, capacity: int) -> Cache:
@@ -72,54 +120,57 @@ def top2_gap(logits: Float[Array, "*batch vocab"]) -> Float[Array, "*batch"]:
     return best[..., 0] - best[..., 1]
 
 
-def decode_plain(
-    graph: nnx.GraphDef,
-    stop_ids: tuple[int, ...],
-    max_new_tokens: int,
-    sampling: Sampling,
-    params: Params,
-    batch: PromptBatch,
-    key: Array,
-) -> Answers:
-    """Answer a batch token by token inside one jitted loop."""
-    target: Target = nnx.merge(graph, params)
-    rows, width = batch.tokens.shape
-    keys = row_keys(key, batch.indices)
+@dataclass(frozen=True)
+class PlainDecoding:
+    """Token by token; functions over parameters, jitted by whoever calls them."""
 
-    def next_token(logits: Array, count: Array) -> Array:
-        return choose(logits[:, None], sampling, keys, count[:, None])[:, 0]
+    graph: nnx.GraphDef
+    stop_ids: tuple[int, ...]
+    max_new_tokens: int
+    sampling: Sampling
 
-    def write(answers: Answers, token: Array, logits: Array, active: Array) -> Answers:
-        slot = jnp.where(active, answers.counts, max_new_tokens)
-        here = jnp.arange(max_new_tokens)[None, :] == slot[:, None]
-        return Answers(
+    def begin(self, params: Params, batch: PromptBatch, key: Array, capacity: int) -> PlainState:
+        """Read the prompts and choose each answer's first token."""
+        target: Target = nnx.merge(self.graph, params)
+        rows = batch.tokens.shape[0]
+        logits, cache, _ = prefill(target, batch, capacity)
+        empty = Answers(
+            tokens=jnp.zeros((rows, self.max_new_tokens), jnp.int32),
+            counts=jnp.zeros((rows,), jnp.int32),
+            gaps=jnp.zeros((rows, self.max_new_tokens), jnp.float32),
+        )
+        nothing = jnp.zeros((rows,), jnp.int32)
+        done, keys = batch.indices < 0, row_keys(key, batch.indices)
+        return self._with_token(PlainState(empty, nothing, batch.lengths - 1, done, keys, cache), logits)
+
+    def step(self, params: Params, state: PlainState) -> PlainState:
+        """One token more for every row that is not done."""
+        target: Target = nnx.merge(self.graph, params)
+        x, _, cache = target(state.token[:, None], state.position[:, None], cache=state.cache)
+        return self._with_token(replace(state, cache=cache), target.logits(x[:, 0]))
+
+    def __call__(self, params: Params, batch: PromptBatch, key: Array) -> Answers:
+        """Answer a batch, all of it in one loop."""
+        state = self.begin(params, batch, key, batch.tokens.shape[1] + self.max_new_tokens)
+        return jax.lax.while_loop(lambda state: ~state.done.all(), partial(self.step, params), state).answers
+
+    def _with_token(self, state: PlainState, logits: Float[Array, "batch vocab"]) -> PlainState:
+        answers, active = state.answers, ~state.done
+        token = choose(logits[:, None], self.sampling, state.keys, answers.counts[:, None])[:, 0]
+        slot = jnp.where(active, answers.counts, self.max_new_tokens)
+        here = jnp.arange(self.max_new_tokens)[None, :] == slot[:, None]
+        answers = Answers(
             tokens=jnp.where(here, token[:, None], answers.tokens),
             counts=answers.counts + active,
             gaps=jnp.where(here, top2_gap(logits)[:, None], answers.gaps),
         )
-
-    def advance(state: _PlainState) -> _PlainState:
-        x, _, cache = target(state.token[:, None], state.position[:, None], cache=state.cache)
-        logits = target.logits(x[:, 0])
-        token = next_token(logits, state.answers.counts)
-        active = ~state.done
-        answers = write(state.answers, token, logits, active)
-        done = state.done | is_stop(token, stop_ids) | (answers.counts >= max_new_tokens)
-        position = jnp.where(active, state.position + 1, state.position)
-        return _PlainState(answers, jnp.where(active, token, state.token), position, done, cache)
-
-    logits, cache, _ = prefill(target, batch, width + max_new_tokens)
-    empty = Answers(
-        tokens=jnp.zeros((rows, max_new_tokens), jnp.int32),
-        counts=jnp.zeros((rows,), jnp.int32),
-        gaps=jnp.zeros((rows, max_new_tokens), jnp.float32),
-    )
-    active = batch.indices >= 0
-    token = next_token(logits, empty.counts)
-    answers = write(empty, token, logits, active)
-    done = ~active | is_stop(token, stop_ids) | (answers.counts >= max_new_tokens)
-    state = _PlainState(answers, token, batch.lengths, done, cache)
-    return jax.lax.while_loop(lambda state: ~state.done.all(), advance, state).answers
+        return replace(
+            state,
+            answers=answers,
+            token=jnp.where(active, token, state.token),
+            position=state.position + active,
+            done=state.done | is_stop(token, self.stop_ids) | (answers.counts >= self.max_new_tokens),
+        )
 
 
 class Decoder:
@@ -151,7 +202,7 @@ def make_plain_decoder(
 ) -> Decoder:
     """`decoder(batch) -> Answers`."""
     key = jax.device_put(jax.random.key(seed), sharding_of(mesh))
-    decode = partial(decode_plain, target.graph, target.stop_ids, max_new_tokens, sampling)
+    decode = PlainDecoding(target.graph, target.stop_ids, max_new_tokens, sampling)
     return Decoder(decode, mesh, lambda batch: (target.params, batch, key))
 
 

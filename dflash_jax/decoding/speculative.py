@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.decoding.generate import is_stop, prefill, widen
+from dflash_jax.decoding.generate import is_stop, prefill
 from dflash_jax.decoding.prompts import PromptBatch
 from dflash_jax.decoding.sampling import GREEDY, Sampling, choose, row_keys
 from dflash_jax.errors import UserError
@@ -166,9 +166,8 @@ def begin(
     block = models.arch.block_size
     # The last round may start one token before the end and writes all that it verifies.
     capacity = width + max_new_tokens + max(block, nodes)
-    logits, target_cache, tapped = prefill(models.target, batch, capacity, models.arch.target_layer_ids)
-    positions = jnp.broadcast_to(jnp.arange(width)[None, :], batch.tokens.shape)
-    draft_cache = widen(models.drafter.context(tapped, positions), capacity)
+    taps, context = models.arch.target_layer_ids, models.drafter.context
+    logits, target_cache, draft_cache = prefill(models.target, batch, capacity, taps, context)
     first = choose(logits[:, None], models.sampling, keys, jnp.zeros((rows, 1), jnp.int32))[:, 0]
     active = batch.indices >= 0
     answers = SpeculativeAnswers(

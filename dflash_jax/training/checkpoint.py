@@ -166,7 +166,7 @@ class Checkpoints:
 
 
 def load_drafter_checkpoint(path: Path, mesh: Mesh) -> tuple[TrainedDrafter, Position]:
-    """The drafter of a run folder (its newest checkpoint) or of one checkpoint folder `<run>/checkpoints/<step>`.
+    """The drafter of a run folder (its newest checkpoint), of `<run>/best`, or of `<run>/checkpoints/<step>`.
 
     Raises:
         UserError: neither of the two, or incomplete.
@@ -202,7 +202,7 @@ def _locate(path: Path) -> Path:
     """The checkpoint folder that `path` is, or the newest one of the run that it is."""
     if path.name.isdigit() and (path / "position").is_dir():
         return path
-    folder = path / "checkpoints"
+    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path  # `<run>/best` holds them itself
     steps = [int(entry.name) for entry in folder.iterdir() if entry.name.isdigit()] if folder.is_dir() else []
     complete = [step for step in steps if (folder / str(step) / "position").is_dir()]
     if not complete:

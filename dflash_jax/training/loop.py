@@ -22,7 +22,8 @@ from dflash_jax.parallel import compiled_only
 from dflash_jax.telemetry.sinks import ConsoleSink, JsonlSink, TensorBoardSink, WandbSink, truncate_rows
 from dflash_jax.telemetry.stages import DRAFTER, StageClock
 from dflash_jax.telemetry.stream import MetricStream, Row, Sink
-from dflash_jax.training.checkpoint import Checkpoints, Position
+from dflash_jax.training.best import Best
+from dflash_jax.training.checkpoint import Checkpoints, Position, load_drafter_checkpoint
 from dflash_jax.training.compiled import count_compiles
 from dflash_jax.training.evaluation import evaluation_method
 from dflash_jax.training.export import export_drafter
@@ -143,15 +144,23 @@ def _train(config: Config, resume: bool) -> Summary | Rollback:
         compiles = closing.enter_context(count_compiles())
         clock = Stopwatch(position.seconds, stream, stages, pipeline, compiles)
 
+        def current_position() -> Position:
+            return replace(position, reading=pipeline.position, seconds=clock.seconds)
+
+        best = closing.enter_context(Best(folder, position.step)) if config.evaluation.keep_best else None
+
         def evaluate() -> Report:
             with clock.paused():
                 report = evaluator.report(jax.device_put(state.params, on_target))
                 stream.write(evaluation_row(position.step, report))
+                if best:
+                    stream.flush()  # the row that says what the checkpoint reached comes first
+                    best.offer(report.acceptance_length, state, current_position())
             return report
 
         def save() -> None:
             with clock.paused():
-                checkpoints.save(state, replace(position, reading=pipeline.position, seconds=clock.seconds))
+                checkpoints.save(state, current_position())
 
         stop = closing.enter_context(stop_on_signals())
         before = evaluate() if evaluator and not resumed else None
@@ -198,6 +207,8 @@ def _train(config: Config, resume: bool) -> Summary | Rollback:
     if config.export.at_end:
         export = folder.export
         trained = TrainedDrafter(models.drafter, step.graph, state.params)
+        if config.evaluation.keep_best:
+            trained, _ = load_drafter_checkpoint(folder.best, meshes.drafter)
         rounding = export_drafter(trained, export, meshes.drafter, replace=True)
     folder.event("finished", step=position.step, training_seconds=clock.seconds, tokens=position.tokens)
     return Summary(folder.path, steps, position.tokens, clock.seconds, before, after, export, rounding, compiles)

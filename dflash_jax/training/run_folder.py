@@ -29,6 +29,7 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.data = path / "data"
         self.export = path / "export"
+        self.best = path / "best"
         self.rollbacks = path / "rollbacks.json"
         self._events = path / "events.jsonl"
         self._writing = threading.Lock()  # the loop and the stream both have events
@@ -55,6 +56,7 @@ class RunFolder:
         if not saved:
             self.metrics.unlink(missing_ok=True)
             self.rollbacks.unlink(missing_ok=True)
+            shutil.rmtree(self.best, ignore_errors=True)
         return saved
 
     def write_config(self, config: Config, resolved: dict[str, Any]) -> None:
@@ -70,16 +72,25 @@ class RunFolder:
             file.write(line)
 
     def events(self) -> list[dict[str, Any]]:
-        """All events so far; a line that was torn when the process was killed is left out."""
-        if not self._events.exists():
-            return []
-        rows = []
-        for line in self._events.read_text(encoding="utf-8").splitlines():
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError:
-                continue
-        return rows
+        """All events so far."""
+        return _whole_lines(self._events)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """All rows of `metrics.jsonl` so far."""
+        return _whole_lines(self.metrics)
+
+
+def _whole_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSONL file; a line that was torn when the process was killed is left out."""
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return rows
 
 
 def training_records(

@@ -199,6 +199,7 @@ def test_evaluation_export_and_reopening(workspace):
             "evaluation.every=2",
             "export.at_end=true",
             "telemetry.wandb=offline",
+            "evaluation.keep_best=true",
         )
     )
     rows = [row for row in rows_of(folder) if "eval/acceptance_length" in row]
@@ -206,6 +207,9 @@ def test_evaluation_export_and_reopening(workspace):
     assert all(row["eval/lossless"] is True and row["eval/acceptance_length"] >= 1 for row in rows)
     assert summary.after.acceptance_length == rows[-1]["eval/acceptance_length"]
     assert summary.export == folder / "export"
+    reached = {row["step"]: row["eval/acceptance_length"] for row in rows}
+    (kept,) = (int(path.name) for path in (folder / "best").iterdir())
+    assert kept == min(step for step, value in reached.items() if value == max(reached.values()))
     told = {row["_step"]: {key for key in row if not key.startswith("_")} for row in rows_of_run(folder)}
     assert told.keys() == set(range(15))
     for row in rows_of(folder):
@@ -222,8 +226,9 @@ def test_evaluation_export_and_reopening(workspace):
         evaluate_files(
             "embedded:quickstart", str(place), [file], settings, devices, lambda total: nullcontext(advanced.append)
         )[file]
-        for place in (folder, folder / "checkpoints" / "14", folder / "export")
+        for place in (folder, folder / "checkpoints" / "14", folder / "export", folder / "best")
     ]
+    assert reports[3].acceptance_length == max(reached.values())
     assert reports[0].histogram == reports[1].histogram
     assert reports[0].acceptance_length == summary.after.acceptance_length
     assert reports[2].lossless
@@ -232,7 +237,7 @@ def test_evaluation_export_and_reopening(workspace):
     np.testing.assert_allclose(drafting["streak"], sum(reports[0].accepted_at), rtol=1e-5)
     np.testing.assert_allclose(drafting["loss"], rows[-1]["heldout/loss"], rtol=1e-5)
     assert TRAINING_KEYS & drafting.keys() == set(drafting)
-    assert sum(advanced) == 3 * 2 * 4
+    assert sum(advanced) == 4 * 2 * 4
     assert not reports[0].warnings
     print_reports({"prompts": reports[0]}, Console(file=text, width=160))
     assert f"{reports[0].realised:.2f}" in text.getvalue()
