@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from dflash_jax.cli import Progress
-from dflash_jax.config import PAPER_DECAY_GAMMA, decay_gamma
+from dflash_jax.config import PAPER_DECAY_GAMMA
 from dflash_jax.data.chat import ChatTokenizer
 from dflash_jax.data.conversations import read_prompts
 from dflash_jax.decoding.budget import measure_budgets
@@ -25,7 +25,7 @@ from dflash_jax.models.drafter import Drafter, TrainedDrafter
 from dflash_jax.models.huggingface import embedded_path, load_target, read_target_architecture, resolve_folder
 from dflash_jax.models.target import FrozenTarget
 from dflash_jax.parallel import compute_dtype, make_mesh
-from dflash_jax.sections import DevicesSection, EvaluationSection, MetricsSection, TrainingSection
+from dflash_jax.sections import DevicesSection, EvaluationSection, MetricsSection
 from dflash_jax.training.checkpoint import Position
 from dflash_jax.training.export import open_drafter
 from dflash_jax.training.heldout import HeldOut
@@ -179,7 +179,6 @@ def _measured(subjects: Subjects, settings: EvaluationSettings) -> Method:
 
 
 def _gamma(position: Position | None, block_size: int) -> float:
-    """The run's; of a drafter without a run the paper's; where that has none, every offset weighs the same."""
-    if position is None:
-        return PAPER_DECAY_GAMMA.get(block_size, math.inf)
-    return decay_gamma(TrainingSection.model_validate(position.config["training"]), block_size)
+    """The run's; else the paper's; where that has none for this block size, every offset weighs the same."""
+    given = position.config["training"]["loss_decay_gamma"] if position else None
+    return given or PAPER_DECAY_GAMMA.get(block_size, math.inf)
