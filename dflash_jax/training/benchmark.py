@@ -18,8 +18,9 @@ from dflash_jax.config import Config, parse_config
 from dflash_jax.models.huggingface import embedded_path
 from dflash_jax.telemetry.drafting import DraftingSums
 from dflash_jax.telemetry.stream import Row
-from dflash_jax.training import loop, step
+from dflash_jax.training import loop, setup, step
 from dflash_jax.training.loop import train
+from dflash_jax.training.setup import Engine
 
 EDGES = (32, 48, 64, 96, 128, 192)
 SHARES = (6, 8, 10, 11, 13, 52)
@@ -81,51 +82,73 @@ class SlowSink:
         pass
 
 
+ARMS: dict[str, dict[str, Any]] = {
+    "on": WATCHED | NO_TREES,
+    "off": UNWATCHED | NO_TREES,
+    "slow sink": WATCHED | NO_TREES,
+    "drafting": WATCHED,
+    "loss alone": WATCHED | NO_TREES,
+}
+"""What `telemetry_benchmark` runs: changes to its recipe. Two of them change the program besides, see `_arm`."""
+COMPARED = {
+    "ratio": ("on", "off"),
+    "slow_sink_ratio": ("slow sink", "off"),
+    "drafting_ratio": ("drafting", "loss alone"),
+}
+
+
 def telemetry_benchmark(
     pairs: int, steps: int, folder: Path, say: Callable[[str], None] = lambda text: None
 ) -> dict[str, float]:
-    """Seconds of a step with everything watched, and with what it is compared to, in turn and in alternating order.
+    """Seconds of a step with everything watched over those of what it is compared to.
+
+    Trainings of `steps` steps; the two of a pair run one after the other, the first one first in every second pair,
+    because the machine's own speed drifts more than what is measured. Executables are built once.
 
     Returns:
         Medians over pairs. `on_seconds`: with norm, monitor, stream and all sinks, without draft trees; `off_seconds`:
-        with none of them; `ratio` of the two within a pair. `slow_sink_ratio`: the same with a sink more that takes
-        50 ms a row. `drafting_ratio`: all drafting metrics at their defaults, trees included, over the loss alone.
+        with none of them; `ratio` of the two. `slow_sink_ratio`: the same with a sink more that takes 50 ms a row.
+        `drafting_ratio`: all drafting metrics at their defaults, trees included, over the loss alone.
     """
     rows = folder / "rows.jsonl"
     write_skewed_rows(rows, seed=0)
-    kinds: dict[str, tuple[dict[str, Any], Callable[[], AbstractContextManager[Any]]]] = {
-        "on": (WATCHED | NO_TREES, nullcontext),
-        "off": (UNWATCHED | NO_TREES, nullcontext),
-        "slow sink": (WATCHED | NO_TREES, _with_slow_sink),
-        "drafting": (WATCHED, nullcontext),
-        "loss alone": (WATCHED | NO_TREES, _loss_alone),
-    }
+    engines: dict[str, Engine] = {}
 
-    def seconds_of(kind: str) -> float:
-        changes, around = kinds[kind]
+    def seconds_of(arm: str) -> float:
         run = folder / "run"
         shutil.rmtree(run, ignore_errors=True)
-        with around():
-            return train(_recipe(run, rows, steps, changes)).training_seconds / steps
+        with _arm(arm, engines):
+            return train(_recipe(run, rows, steps, ARMS[arm])).training_seconds / steps
 
-    say("warm-up")
-    seconds_of("on")
-    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for arm in ARMS:
+        say(f"warm-up, {arm}: {seconds_of(arm):.4f} s a step")
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in COMPARED}
     for number in range(pairs):
-        for kind in list(kinds)[:: -1 if number % 2 else 1]:
-            seconds[kind].append(seconds_of(kind))
-            say(f"pair {number + 1}/{pairs}, {kind}: {seconds[kind][-1]:.4f} s a step")
+        for name, arms in COMPARED.items():
+            measured = {arm: seconds_of(arm) for arm in arms[:: -1 if number % 2 else 1]}
+            seconds[name].append((measured[arms[0]], measured[arms[1]]))
+            ratio = measured[arms[0]] / measured[arms[1]]
+            say(f"pair {number + 1}/{pairs}, {' / '.join(arms)}: {ratio:.4f} ({measured[arms[0]]:.4f} s a step)")
+    on, off = zip(*seconds["ratio"], strict=True)
+    ratios = {name: round(median(a / b for a, b in found), 4) for name, found in seconds.items()}
+    return {"on_seconds": round(median(on), 4), "off_seconds": round(median(off), 4), **ratios}
 
-    def compare(kind: str, other: str) -> float:
-        return round(median(a / b for a, b in zip(seconds[kind], seconds[other], strict=True)), 4)
 
-    return {
-        "on_seconds": round(median(seconds["on"]), 4),
-        "off_seconds": round(median(seconds["off"]), 4),
-        "ratio": compare("on", "off"),
-        "slow_sink_ratio": compare("slow sink", "off"),
-        "drafting_ratio": compare("drafting", "loss alone"),
+@contextmanager
+def _arm(arm: str, engines: dict[str, Engine]) -> Iterator[None]:
+    """With the arm's executables, made when they are first asked for."""
+
+    def build(*arguments: Any) -> Engine:
+        if arm not in engines:
+            engines[arm] = setup.build(*arguments)
+        return engines[arm]
+
+    changes: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+        "slow sink": _with_slow_sink,
+        "loss alone": _loss_alone,
     }
+    with patch.object(loop, "build", build), changes.get(arm, nullcontext)():
+        yield
 
 
 @contextmanager

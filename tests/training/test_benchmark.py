@@ -16,8 +16,7 @@ def test_telemetry(tmp_path, monkeypatch):
     measured = []
 
     def train(config):
-        sinks = benchmark.loop.make_sinks
-        slow = sinks.__module__ == benchmark.__name__
+        slow = benchmark.loop.make_sinks.__module__ == benchmark.__name__
         trees, health = config.metrics.blocks > 0, config.health.enabled
         alone = step.drafting_sums.__name__ == "loss_sums"
         measured.append((health, trees, slow, alone))
@@ -29,14 +28,15 @@ def test_telemetry(tmp_path, monkeypatch):
     report = benchmark.telemetry_benchmark(2, 1, tmp_path)
     on, off, slow = (True, False, False, False), (False, False, False, False), (True, False, True, False)
     drafting, alone = (True, True, False, False), (True, False, False, True)
-    assert measured == [on, on, off, slow, drafting, alone, alone, drafting, slow, off, on]
+    warm_up = [on, off, slow, drafting, alone]
+    assert measured == [*warm_up, on, off, slow, off, drafting, alone, off, on, off, slow, alone, drafting]
     # Runs get slower by their number, so only the order tells what was divided by what.
     assert report == {
-        "on_seconds": (9 * 2 + 9 * 11) / 2,
-        "off_seconds": (8 * 3 + 8 * 10) / 2,
-        "ratio": round(((9 * 2) / (8 * 3) + (9 * 11) / (8 * 10)) / 2, 4),
-        "slow_sink_ratio": round(((12 * 4) / (8 * 3) + (12 * 9) / (8 * 10)) / 2, 4),
-        "drafting_ratio": round(((9.5 * 5) / (8 * 6) + (9.5 * 8) / (8 * 7)) / 2, 4),
+        "on_seconds": (9 * 6 + 9 * 13) / 2,
+        "off_seconds": (8 * 7 + 8 * 12) / 2,
+        "ratio": round(((9 * 6) / (8 * 7) + (9 * 13) / (8 * 12)) / 2, 4),
+        "slow_sink_ratio": round(((12 * 8) / (8 * 9) + (12 * 15) / (8 * 14)) / 2, 4),
+        "drafting_ratio": round(((9.5 * 10) / (8 * 11) + (9.5 * 17) / (8 * 16)) / 2, 4),
     }
 
 
