@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.parallel import Leaf
@@ -100,22 +101,28 @@ def drafting_sums(
     kept = jnp.cumprod(hit.astype(jnp.int32), axis=-1) > 0
     reached = jnp.concatenate([jnp.ones_like(kept[..., :1]), kept[..., :-1]], axis=-1) & valid
 
-    def by_offset(flags: Array) -> Array:
-        return flags.sum(axis=(0, 1), dtype=jnp.int32)
-
+    # All counts of a row side by side, so that one sum over rows, one collective on a mesh, gives every total.
+    of_rows = {
+        "hits_at": jnp.stack([flags.sum(axis=1, dtype=jnp.int32) for flags in inside], axis=1),
+        "labels_at": valid.sum(axis=1, dtype=jnp.int32),
+        "reached_at": reached.sum(axis=1, dtype=jnp.int32),
+        "kept_at": kept.sum(axis=1, dtype=jnp.int32),
+        "streaks": jnp.stack([leading_run(inside[TOPS.index(top)]).sum(axis=1) for top in STREAK_TOPS], axis=1),
+        "blocks": keep.sum(axis=1, dtype=jnp.int32),
+        "tokens": lengths,
+    }
+    batch = lengths.shape[0]
+    flat = [x.reshape(batch, -1).astype(jnp.int32) for x in of_rows.values()]
+    totals = jnp.concatenate(flat, axis=1).sum(axis=0)
+    parts = jnp.split(totals, np.cumsum([x.shape[1] for x in flat])[:-1])
+    counts = {name: part.reshape(of_rows[name].shape[1:]) for name, part in zip(of_rows, parts, strict=True)}
     return DraftingSums(
         loss=loss,
         weight=weight,
-        hits_at=jnp.stack([by_offset(flags) for flags in inside]),
-        labels_at=by_offset(valid),
-        reached_at=by_offset(reached),
-        kept_at=by_offset(kept),
-        streaks=jnp.stack([leading_run(inside[TOPS.index(top)]).sum(dtype=jnp.int32) for top in STREAK_TOPS]),
-        blocks=keep.sum(dtype=jnp.int32),
         tree_accepted=jnp.zeros(len(TREE_BUDGETS), jnp.int32),
         tree_blocks=jnp.int32(0),
-        tokens=lengths.sum(dtype=jnp.int32),
-        padded_tokens=jnp.int32(lengths.shape[0] * seq),
+        padded_tokens=jnp.int32(batch * seq),
+        **counts,
     )
 
 

@@ -72,7 +72,7 @@ def test_nodes_equal_the_heaps(budget):
     build = jax.jit(partial(draft_tree, budget=budget))
     for seed in range(200):
         log_q, _, _ = random_case(seed)
-        tree = jax.device_get(build(log_q[:, :budget]))
+        tree = build(log_q[:, :budget])
         nodes = nodes_of(tree)
         assert len(nodes) == len(set(nodes)) == budget
         assert set(nodes) == heap_tree(log_q.astype(np.float64), budget), seed
@@ -87,7 +87,7 @@ def test_a_forced_spine_is_in_the_tree(budget):
     build = jax.jit(partial(draft_tree, budget=budget, force_spine=True))
     for seed in range(50):
         log_q, _, _ = random_case(seed)
-        nodes = nodes_of(jax.device_get(build(log_q[:, :budget])))
+        nodes = nodes_of(build(log_q[:, :budget]))
         spine = {(0,) * depth for depth in range(1, min(budget, len(log_q)) + 1)}
         assert spine <= set(nodes)
         assert all(ranks[:-1] in nodes or len(ranks) == 1 for ranks in nodes)
