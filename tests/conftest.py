@@ -22,6 +22,7 @@ import pytest
 
 from dflash_jax.data.chat import ChatTokenizer
 from tests.fixtures import save_chat_target, save_tokenizer
+from tests.helpers import MEASURED
 
 
 @pytest.fixture(scope="session")
@@ -40,3 +41,11 @@ def chat(chat_folder):
 def target_folder(tmp_path_factory):
     """A tiny target with the same tokenizer: all that a script needs."""
     return save_chat_target(tmp_path_factory.mktemp("target"))
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Show what tests have measured, whichever process they ran in."""
+    for report in terminalreporter.stats.get("passed", []):
+        for name, value in report.user_properties:
+            if name == MEASURED:
+                terminalreporter.write_line(value)

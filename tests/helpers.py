@@ -11,6 +11,9 @@ from dflash_jax.models.target import FrozenTarget, Target
 from dflash_jax.parallel import Meshes, mesh_of
 from dflash_jax.training.state import Features
 
+MEASURED = "measured"
+"""Property of a test: a line to show at the end."""
+
 MESHES = [(1, 1, 1), (8, 1, 1), (2, 2, 2), (1, 4, 2)]
 
 

@@ -203,7 +203,7 @@ class TestRefusals:
             (["pipeline.placement=split"], "pipeline: target_devices goes with placement: split"),
             (["pipeline.target_devices=4"], "pipeline: target_devices goes with placement: split"),
             (["health.actions={drift: clip}"], "health: actions: drift cannot clip"),
-            (["health.actions={nonfinite: log}"], "health: actions: nonfinite must skip or halt"),
+            (["health.actions={nonfinite: log}"], "health: actions: nonfinite must skip, roll back or halt"),
             (["health.actions={jump: log}"], "health: actions: there is no detector jump; there are nonfinite, high"),
             (["noise.level=0.1"], "noise: level is set but distribution is off"),
             (

@@ -59,7 +59,14 @@ class GoldenStep:
         optimizer = make_optimizer(OptimizerSection(b2=0.999), lambda count: jnp.float32(6e-4))
         gamma = config["loss_decay_gamma"]
         self.settings = StepSettings(
-            drafter, target, optimizer, lambda c: jnp.float32(6e-4), 12, gamma, jnp.float32, edges=(64,)
+            drafter=drafter,
+            target=target,
+            optimizer=optimizer,
+            schedule=lambda c: jnp.float32(6e-4),
+            anchors=12,
+            gamma=gamma,
+            compute_dtype=jnp.float32,
+            edges=(64,),
         )
         _, specs = weights.split(Target(target))
         self.step = make_step(self.settings, Meshes(self.mesh, self.mesh))

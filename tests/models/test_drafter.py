@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from dflash_jax.decoding.generate import prefill, widen
+from dflash_jax.decoding.generate import prefill
 from dflash_jax.decoding.prompts import PromptBatch
 from dflash_jax.decoding.speculative import draft_logits, write_context
 from dflash_jax.models.architecture import SLIDING
@@ -102,8 +102,7 @@ def test_training_layout_equals_decoding(window):
     module, draft = nnx.merge(target.graph, target.params), nnx.merge(drafter.graph, drafter.params)
     prompt, capacity = 3, SEQ + BLOCK
     batch = PromptBatch(tokens[:, :8] * (jnp.arange(8)[None] < prompt), jnp.array([prompt]), jnp.array([0]))
-    _, cache, tapped = prefill(module, batch, capacity, taps)
-    context = widen(draft.context(tapped, jnp.arange(8)[None]), capacity)
+    _, cache, context = prefill(module, batch, capacity, taps, draft.context)
     start, seen = prompt, 0
     while start < SEQ:
         if start in ANCHORS[0]:

@@ -14,6 +14,7 @@ from dflash_jax.training.compiled import compile_step
 from dflash_jax.training.optimizer import make_optimizer, make_schedule
 from dflash_jax.training.state import StepSettings
 from dflash_jax.training.step import abstract_state, make_step
+from tests.helpers import MEASURED
 
 QWEN3_8B = TargetArchitecture(
     family="qwen3",
@@ -40,7 +41,7 @@ def recipe():
     return load_config(Path(__file__).parents[2] / "configs" / "qwen3_8b.yaml")
 
 
-def test_qwen3_8b_compiles(recipe, capsys):
+def test_qwen3_8b_compiles(recipe, record_property):
     """Paper settings on the recipe's mesh; prints what a device has to hold."""
     devices = recipe.devices
     mesh = mesh_of((8 // (devices.fsdp * devices.tensor), devices.fsdp, devices.tensor))
@@ -55,14 +56,14 @@ def test_qwen3_8b_compiles(recipe, capsys):
     buckets = make_buckets((longest,), recipe.training.batch_size, recipe.training.tokens_per_batch, 8)
     assert buckets == (Bucket(3072, 8),)
     settings = StepSettings(
-        drafter,
-        QWEN3_8B,
-        optimizer,
-        schedule,
-        recipe.training.anchors,
-        gamma,
-        "bfloat16",
-        (3072,),
+        drafter=drafter,
+        target=QWEN3_8B,
+        optimizer=optimizer,
+        schedule=schedule,
+        anchors=recipe.training.anchors,
+        gamma=gamma,
+        compute_dtype="bfloat16",
+        edges=(3072,),
         tree_blocks=recipe.metrics.blocks,
     )
     step = make_step(settings, Meshes(mesh, mesh))
@@ -72,10 +73,11 @@ def test_qwen3_8b_compiles(recipe, capsys):
     _, specs = weights.split(Target(QWEN3_8B))
     target = bytes_per_device(weights.abstract(specs, mesh, "bfloat16"))
     state = bytes_per_device(abstract_state(step, settings))
-    with capsys.disabled():
-        print(f"\nQwen3-8B on {dict(mesh.shape)}, a device: target {target / GIB:.2f} GiB, state {state / GIB:.2f} GiB")
-        for item in compiled.all():
-            print(f"  {item.name}: temporaries {item.temporary_bytes / GIB:.2f} GiB, compiled in {item.seconds:.0f} s")
+    sizes = f"target {target / GIB:.2f} GiB, state {state / GIB:.2f} GiB"
+    record_property(MEASURED, f"Qwen3-8B on {dict(mesh.shape)}, a device: {sizes}")
+    for item in compiled.all():
+        temporaries = f"temporaries {item.temporary_bytes / GIB:.2f} GiB"
+        record_property(MEASURED, f"  {item.name}: {temporaries}, compiled in {item.seconds:.0f} s")
     # Weights and state are spread, not copied: an eighth of 16.4 GB and of 4 x 4.2 GB, and a little.
     assert target < 1.05 * 16.4e9 / 8
     assert state < 1.05 * 4 * 4 * weights.count(step.specs) / 8
