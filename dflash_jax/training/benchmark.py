@@ -16,6 +16,7 @@ import numpy as np
 
 from dflash_jax.config import Config, parse_config
 from dflash_jax.models.huggingface import embedded_path
+from dflash_jax.sections import MetricsSection
 from dflash_jax.telemetry.drafting import DraftingSums
 from dflash_jax.telemetry.stream import Row
 from dflash_jax.training import loop, setup, step
@@ -86,14 +87,15 @@ ARMS: dict[str, dict[str, Any]] = {
     "on": WATCHED | NO_TREES,
     "off": UNWATCHED | NO_TREES,
     "slow sink": WATCHED | NO_TREES,
-    "drafting": WATCHED,
+    "looks": WATCHED | {"metrics.every": 1},
     "loss alone": WATCHED | NO_TREES,
 }
 """What `telemetry_benchmark` runs: changes to its recipe. Two of them change the program besides, see `_arm`."""
 COMPARED = {
     "ratio": ("on", "off"),
     "slow_sink_ratio": ("slow sink", "off"),
-    "drafting_ratio": ("drafting", "loss alone"),
+    "ranks_ratio": ("on", "loss alone"),
+    "looks_ratio": ("looks", "on"),
 }
 
 
@@ -108,7 +110,8 @@ def telemetry_benchmark(
     Returns:
         Medians over pairs. `on_seconds`: with norm, monitor, stream and all sinks, without draft trees; `off_seconds`:
         with none of them; `ratio` of the two. `slow_sink_ratio`: the same with a sink more that takes 50 ms a row.
-        `drafting_ratio`: all drafting metrics at their defaults, trees included, over the loss alone.
+        `ranks_ratio`: with all drafting metrics but trees, over the loss alone; `looks_ratio`: with a look at draft
+        trees in every step, over none; `drafting_ratio`: what both make at the default `metrics.every`.
     """
     rows = folder / "rows.jsonl"
     write_skewed_rows(rows, seed=0)
@@ -131,7 +134,9 @@ def telemetry_benchmark(
             say(f"pair {number + 1}/{pairs}, {' / '.join(arms)}: {ratio:.4f} ({measured[arms[0]]:.4f} s a step)")
     on, off = zip(*seconds["ratio"], strict=True)
     ratios = {name: round(median(a / b for a, b in found), 4) for name, found in seconds.items()}
-    return {"on_seconds": round(median(on), 4), "off_seconds": round(median(off), 4), **ratios}
+    looks = (ratios["looks_ratio"] - 1) / MetricsSection().every
+    drafting = {"drafting_ratio": round(ratios["ranks_ratio"] + looks, 4)}
+    return {"on_seconds": round(median(on), 4), "off_seconds": round(median(off), 4), **ratios, **drafting}
 
 
 @contextmanager

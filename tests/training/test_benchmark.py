@@ -27,16 +27,21 @@ def test_telemetry(tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark, "SHARES", (1,) * 6)
     report = benchmark.telemetry_benchmark(2, 1, tmp_path)
     on, off, slow = (True, False, False, False), (False, False, False, False), (True, False, True, False)
-    drafting, alone = (True, True, False, False), (True, False, False, True)
-    warm_up = [on, off, slow, drafting, alone]
-    assert measured == [*warm_up, on, off, slow, off, drafting, alone, off, on, off, slow, alone, drafting]
+    looks, alone = (True, True, False, False), (True, False, False, True)
+    warm_up = [on, off, slow, looks, alone]
+    first, second = [on, off, slow, off, on, alone, looks, on], [off, on, off, slow, alone, on, on, looks]
+    assert measured == [*warm_up, *first, *second]
+    ranks = ((9 * 10) / (8 * 11) + (9 * 19) / (8 * 18)) / 2
+    trees = ((9.5 * 12) / (9 * 13) + (9.5 * 21) / (9 * 20)) / 2
     # Runs get slower by their number, so only the order tells what was divided by what.
     assert report == {
-        "on_seconds": (9 * 6 + 9 * 13) / 2,
-        "off_seconds": (8 * 7 + 8 * 12) / 2,
-        "ratio": round(((9 * 6) / (8 * 7) + (9 * 13) / (8 * 12)) / 2, 4),
-        "slow_sink_ratio": round(((12 * 8) / (8 * 9) + (12 * 15) / (8 * 14)) / 2, 4),
-        "drafting_ratio": round(((9.5 * 10) / (8 * 11) + (9.5 * 17) / (8 * 16)) / 2, 4),
+        "on_seconds": (9 * 6 + 9 * 15) / 2,
+        "off_seconds": (8 * 7 + 8 * 14) / 2,
+        "ratio": round(((9 * 6) / (8 * 7) + (9 * 15) / (8 * 14)) / 2, 4),
+        "slow_sink_ratio": round(((12 * 8) / (8 * 9) + (12 * 17) / (8 * 16)) / 2, 4),
+        "ranks_ratio": round(ranks, 4),
+        "looks_ratio": round(trees, 4),
+        "drafting_ratio": round(round(ranks, 4) + (round(trees, 4) - 1) / 50, 4),
     }
 
 
