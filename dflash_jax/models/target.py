@@ -162,14 +162,6 @@ def embed(table: Float[Array, "vocab hidden"], tokens: Int[Array, "*batch"]) -> 
     return table.at[tokens].get(mode="clip")
 
 
-def empty_cache(
-    batch: int, capacity: int, layers: int, kv_heads: int, head_dim: int, dtype: jax.typing.DTypeLike
-) -> Cache:
-    """Zeroed cache; zeros, since masked slots still enter a product with weight zero."""
-    shape = (batch, capacity, kv_heads, head_dim)
-    return [(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(layers)]
-
-
 def write_rows(
     slots: Float[Array, "batch capacity kv_heads head_dim"],
     rows: Float[Array, "batch time kv_heads head_dim"],
