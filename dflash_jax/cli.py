@@ -81,6 +81,13 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def even(text: str) -> int:
+    """argparse type: a multiple of two."""
+    if positive(text) % 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is not even")
+    return int(text)
+
+
 def block_size(text: str) -> int:
     """argparse type: an anchor and at least one draft."""
     if positive(text) < 2:

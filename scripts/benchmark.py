@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Compare settings in one run and print one JSON object.
 
-pipeline: order of the batches, draw from the pool, placement of the models. telemetry: everything watched or nothing.
+pipeline: order of the batches, draw from the pool, placement of the models. telemetry: everything watched or nothing,
+step by step.
 decode: plain, chain and tree decoding.
 """
 
@@ -24,9 +25,9 @@ def main() -> None:
     pipeline.add_argument("--settings", help="names separated by commas (default: all); an unknown name lists them")
     pipeline.add_argument("--steps", type=cli.positive, default=25, help="optimizer steps a training (default 25)")
     pipeline.add_argument("--rounds", type=cli.positive, default=1, help="how often each setting runs (default 1)")
-    telemetry = subjects.add_parser("telemetry", help="whole trainings with everything watched and with nothing")
-    telemetry.add_argument("--pairs", type=cli.positive, default=11, help="how often each pair runs (default 11)")
-    telemetry.add_argument("--steps", type=cli.positive, default=8, help="optimizer steps a training (default 8)")
+    telemetry = subjects.add_parser("telemetry", help="one training, watched and unwatched in turn")
+    telemetry.add_argument("--rounds", type=cli.positive, default=20, help="rounds of five turns (default 20)")
+    telemetry.add_argument("--steps", type=cli.even, default=4, help="optimizer steps a turn, even (default 4)")
     decode = subjects.add_parser("decode", help="plain, chain and tree decoding of one pair of models, in turn")
     decode.add_argument("--target", required=True, help="folder, hub id or embedded:NAME")
     decode.add_argument("--drafter", required=True, help="run folder, checkpoint, exported or published folder")
@@ -57,9 +58,9 @@ def run_pipeline(arguments: argparse.Namespace, folder: Path, say: Callable[[str
 
 
 def run_telemetry(arguments: argparse.Namespace, folder: Path, say: Callable[[str], None]) -> dict:
-    from dflash_jax.training.benchmark import telemetry_benchmark
+    from dflash_jax.training.telemetry_benchmark import telemetry_benchmark
 
-    return telemetry_benchmark(arguments.pairs, arguments.steps, folder, say)
+    return telemetry_benchmark(arguments.rounds, arguments.steps, folder, say)
 
 
 def run_decode(arguments: argparse.Namespace, folder: Path, say: Callable[[str], None]) -> dict:

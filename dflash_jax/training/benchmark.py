@@ -2,26 +2,16 @@
 
 import json
 import shutil
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import mean, median, pstdev
+from statistics import mean, pstdev
 from typing import Any
-from unittest.mock import patch
 
-import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax.config import Config, parse_config
 from dflash_jax.models.huggingface import embedded_path
-from dflash_jax.sections import MetricsSection
-from dflash_jax.telemetry.drafting import DraftingSums
-from dflash_jax.telemetry.stream import Row
-from dflash_jax.training import loop, setup, step
 from dflash_jax.training.loop import train
-from dflash_jax.training.setup import Engine
 
 EDGES = (32, 48, 64, 96, 128, 192)
 SHARES = (6, 8, 10, 11, 13, 52)
@@ -60,124 +50,8 @@ def pipeline_benchmark(
             say(f"round {number + 1}/{rounds}, {name}")
             run = folder / "run"
             shutil.rmtree(run, ignore_errors=True)
-            results[name].append(measure(_recipe(run, rows, steps, SETTINGS[name])))
+            results[name].append(measure(recipe(run, rows, steps, SETTINGS[name])))
     return {name: _summarise(found) for name, found in results.items()}
-
-
-WATCHED: dict[str, Any] = {"telemetry.tensorboard": True, "telemetry.wandb": "offline"}
-UNWATCHED: dict[str, Any] = {"health.enabled": False, "telemetry.log_every": 10**9}
-NO_TREES: dict[str, Any] = {"metrics.blocks": 0}
-SLOW_SINK = 0.05
-"""Seconds a row."""
-
-
-class SlowSink:
-    """A sink that is far away."""
-
-    retries = False
-
-    def write(self, row: Row) -> None:
-        time.sleep(SLOW_SINK)
-
-    def close(self) -> None:
-        pass
-
-
-ARMS: dict[str, dict[str, Any]] = {
-    "on": WATCHED | NO_TREES,
-    "off": UNWATCHED | NO_TREES,
-    "slow sink": WATCHED | NO_TREES,
-    "looks": WATCHED | {"metrics.every": 1},
-    "loss alone": WATCHED | NO_TREES,
-}
-"""What `telemetry_benchmark` runs: changes to its recipe. Two of them change the program besides, see `_arm`."""
-COMPARED = {
-    "ratio": ("on", "off"),
-    "slow_sink_ratio": ("slow sink", "off"),
-    "ranks_ratio": ("on", "loss alone"),
-    "looks_ratio": ("looks", "on"),
-}
-
-
-def telemetry_benchmark(
-    pairs: int, steps: int, folder: Path, say: Callable[[str], None] = lambda text: None
-) -> dict[str, float]:
-    """Seconds of a step with everything watched over those of what it is compared to.
-
-    Trainings of `steps` steps; the two of a pair run one after the other, the first one first in every second pair,
-    because the machine's own speed drifts more than what is measured. Executables are built once.
-
-    Returns:
-        Medians over pairs. `on_seconds`: with norm, monitor, stream and all sinks, without draft trees; `off_seconds`:
-        with none of them; `ratio` of the two. `slow_sink_ratio`: the same with a sink more that takes 50 ms a row.
-        `ranks_ratio`: with all drafting metrics but trees, over the loss alone; `looks_ratio`: with a look at draft
-        trees in every step, over none; `drafting_ratio`: what both make at the default `metrics.every`.
-    """
-    rows = folder / "rows.jsonl"
-    write_skewed_rows(rows, seed=0)
-    engines: dict[str, Engine] = {}
-
-    def seconds_of(arm: str) -> float:
-        run = folder / "run"
-        shutil.rmtree(run, ignore_errors=True)
-        with _arm(arm, engines):
-            return train(_recipe(run, rows, steps, ARMS[arm])).training_seconds / steps
-
-    for arm in ARMS:
-        say(f"warm-up, {arm}: {seconds_of(arm):.4f} s a step")
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in COMPARED}
-    for number in range(pairs):
-        for name, arms in COMPARED.items():
-            measured = {arm: seconds_of(arm) for arm in arms[:: -1 if number % 2 else 1]}
-            seconds[name].append((measured[arms[0]], measured[arms[1]]))
-            ratio = measured[arms[0]] / measured[arms[1]]
-            say(f"pair {number + 1}/{pairs}, {' / '.join(arms)}: {ratio:.4f} ({measured[arms[0]]:.4f} s a step)")
-    on, off = zip(*seconds["ratio"], strict=True)
-    ratios = {name: round(median(a / b for a, b in found), 4) for name, found in seconds.items()}
-    looks = (ratios["looks_ratio"] - 1) / MetricsSection().every
-    drafting = {"drafting_ratio": round(ratios["ranks_ratio"] + looks, 4)}
-    return {"on_seconds": round(median(on), 4), "off_seconds": round(median(off), 4), **ratios, **drafting}
-
-
-@contextmanager
-def _arm(arm: str, engines: dict[str, Engine]) -> Iterator[None]:
-    """With the arm's executables, made when they are first asked for."""
-
-    def build(*arguments: Any) -> Engine:
-        if arm not in engines:
-            engines[arm] = setup.build(*arguments)
-        return engines[arm]
-
-    changes: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-        "slow sink": _with_slow_sink,
-        "loss alone": _loss_alone,
-    }
-    with patch.object(loop, "build", build), changes.get(arm, nullcontext)():
-        yield
-
-
-@contextmanager
-def _with_slow_sink() -> Iterator[None]:
-    def make_sinks(*arguments: Any) -> Any:
-        sinks, alert = loop_sinks(*arguments)
-        return [*sinks, SlowSink()], alert
-
-    loop_sinks = loop.make_sinks
-    with patch.object(loop, "make_sinks", make_sinks):
-        yield
-
-
-@contextmanager
-def _loss_alone() -> Iterator[None]:
-    """Sums of loss and weight only: nobody asks for the labels' ranks, so the compiler drops the count."""
-
-    def loss_sums(loss: Any, weight: Any, ranks: Any, valid: Any, keep: Any, lengths: Any, seq: int) -> DraftingSums:
-        nothing = DraftingSums.zeros(ranks.shape[-1] + 1, 1).total()
-        tokens = {"tokens": lengths.sum(dtype=jnp.int32), "padded_tokens": jnp.int32(lengths.shape[0] * seq)}
-        return replace(nothing, loss=loss, weight=weight, **tokens)
-
-    with patch.object(step, "drafting_sums", loss_sums):
-        yield
 
 
 def measure(config: Config) -> dict[str, Any]:
@@ -193,14 +67,14 @@ def measure(config: Config) -> dict[str, Any]:
     }
 
 
-def write_skewed_rows(path: Path, seed: int) -> None:
-    """Rows of real tokens of the quickstart, strung together to lengths that fill an epoch of `SHARES` batches."""
+def write_skewed_rows(path: Path, seed: int, shares: Sequence[int] = SHARES) -> None:
+    """Rows of real tokens of the quickstart, strung together to lengths that fill an epoch of so many batches."""
     rng = np.random.default_rng(seed)
     source = [json.loads(line) for line in embedded_path("embedded:quickstart/train.jsonl").read_text().splitlines()]
     tokens = [row["prompt_ids"] + row["answer_ids"] for row in source]
     prompt = 8
     with path.open("w", encoding="utf-8") as file:
-        for shortest, edge, batches in zip((16, *EDGES[:-1]), EDGES, SHARES, strict=True):
+        for shortest, edge, batches in zip((16, *EDGES[:-1]), EDGES, shares, strict=True):
             for length in rng.integers(shortest + 1, edge + 1, batches * ROWS):
                 ids: list[int] = []
                 while len(ids) < length:
@@ -210,7 +84,8 @@ def write_skewed_rows(path: Path, seed: int) -> None:
                 file.write(json.dumps(row) + "\n")
 
 
-def _recipe(folder: Path, rows: Path, steps: int, changes: dict[str, Any]) -> Config:
+def recipe(folder: Path, rows: Path, steps: int, changes: dict[str, Any]) -> Config:
+    """A training of the quickstart's target on those rows."""
     tree: dict[str, Any] = {
         "run": {"folder": str(folder)},
         "devices": {"simulate": 8},
