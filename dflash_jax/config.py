@@ -29,6 +29,9 @@ from dflash_jax.sections import (
     TrainingSection,
 )
 
+D_PACE_ALPHA = 0.5
+"""arXiv 2605.18810."""
+
 PAPER_DECAY_GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}
 """Loss decay by block size, arXiv 2602.06036 appendix A.1."""
 
@@ -84,8 +87,10 @@ def dump_config(config: Config) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
-def decay_gamma(training: TrainingSection, block_size: int) -> float:
-    """The gamma of the loss weights: the configured one, or the paper's for this block size."""
+def decay_gamma(training: TrainingSection, block_size: int) -> float | None:
+    """The gamma of the loss weights: the configured one, or the paper's for this block size; D-PACE has none."""
+    if training.position_weights == "d_pace":
+        return None
     if training.loss_decay_gamma is not None:
         return training.loss_decay_gamma
     if block_size not in PAPER_DECAY_GAMMA:
@@ -95,6 +100,11 @@ def decay_gamma(training: TrainingSection, block_size: int) -> float:
             f"set it for drafter.block_size {block_size}"
         )
     return PAPER_DECAY_GAMMA[block_size]
+
+
+def d_pace_alpha(training: TrainingSection) -> float:
+    """The smoothing of D-PACE's weights."""
+    return D_PACE_ALPHA if training.d_pace_alpha is None else training.d_pace_alpha
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:

@@ -9,6 +9,15 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_serial
 Count = Annotated[int, Field(ge=1)]
 Ratio = Annotated[float, Field(ge=0.0, le=1.0)]
 
+Loss = Literal["cross_entropy", "forward_kl", "reverse_kl", "total_variation", "lk"]
+"""Of a row: against its token, or against the target's distribution at the position before."""
+Weighting = Literal["decay", "d_pace"]
+"""Of the rows of a block."""
+Attention = Literal["auto", "reference", "blocked"]
+"""Implementation of the drafter's attention."""
+Remat = Literal["none", "layer", "all"]
+"""What a layer's backward pass makes anew: nothing; all but the attention's output; all but the layer's input."""
+
 
 class Section(BaseModel):
     """Frozen; unknown keys are errors."""
@@ -163,6 +172,16 @@ class TrainingSection(Section):
     """Blocks drawn from a row, anew each epoch."""
     loss_decay_gamma: Annotated[float, Field(gt=0)] | None = None
     """Weight of offset k is exp(-(k-1)/gamma); absent: the paper's value for the block size."""
+    loss: Loss = "cross_entropy"
+    """Or a divergence from the target's distribution, which runs the whole target: `lk` is -log of the acceptance."""
+    position_weights: Weighting = "decay"
+    """Or `d_pace`: by what a better draft adds to the expected accepted length, as the drafter stands."""
+    d_pace_alpha: Ratio | None = None
+    """Smoothing of D-PACE; absent: its paper's 0.5."""
+    attention: Attention = "auto"
+    """`blocked` reads visible tiles only, `reference` makes all scores at once; auto: by size."""
+    remat: Remat = "none"
+    """`layer` and `all` trade recomputation for memory."""
     checkpoint_every: Count = 1000
     keep_checkpoints: Count = 3
 
@@ -179,6 +198,9 @@ class TrainingSection(Section):
             raise ValueError("give exactly one of steps and epochs")
         if self.batch_size is not None and self.tokens_per_batch is not None:
             raise ValueError("give one of batch_size and tokens_per_batch, not both")
+        unused = "loss_decay_gamma" if self.position_weights == "d_pace" else "d_pace_alpha"
+        if getattr(self, unused) is not None:
+            raise ValueError(f"{unused} has no meaning with position_weights: {self.position_weights}")
         return self
 
 

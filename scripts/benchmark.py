@@ -3,7 +3,7 @@
 
 pipeline: order of the batches, draw from the pool, placement of the models. telemetry: everything watched or nothing,
 step by step.
-decode: plain, chain and tree decoding.
+decode: plain, chain and tree decoding. step: the drafter step.
 """
 
 import argparse
@@ -38,9 +38,18 @@ def main() -> None:
     decode.add_argument("--batch-size", type=cli.positive, default=8, help="prompts at a time (default 8)")
     decode.add_argument("--rounds", type=cli.positive, default=3, help="how often each decodes (default 3)")
     cli.add_device_arguments(decode)
+    step = subjects.add_parser("step", help="the drafter step: seconds, share of the machine's peak, memory")
+    step.add_argument("--preset", choices=("small", "mid", "qwen3-8b"), default="mid", help="default mid")
+    step.add_argument("--steps", type=cli.positive, default=5, help="optimizer steps a round (default 5)")
+    step.add_argument("--rounds", type=cli.positive, default=3, help="rounds (default 3)")
+    step.add_argument("--against", help="a script that times the same presets, in turn with ours")
+    step.add_argument("--python", default=sys.executable, help="the interpreter that runs it (default: this one)")
+    cli.add_device_arguments(step)
     arguments = parser.parse_args()
 
-    run = {"pipeline": run_pipeline, "telemetry": run_telemetry, "decode": run_decode}[arguments.subject]
+    run = {"pipeline": run_pipeline, "telemetry": run_telemetry, "decode": run_decode, "step": run_step}[
+        arguments.subject
+    ]
     with tempfile.TemporaryDirectory() as folder:
         report = run(arguments, Path(folder), lambda text: print(text, file=sys.stderr))
     print(json.dumps(report, indent=2))
@@ -80,6 +89,14 @@ def run_decode(arguments: argparse.Namespace, folder: Path, say: Callable[[str],
         cli.device_section(arguments),
         say,
     )
+
+
+def run_step(arguments: argparse.Namespace, folder: Path, say: Callable[[str], None]) -> dict:
+    from dflash_jax.training.step_benchmark import step_benchmark
+
+    against = [arguments.python, arguments.against] if arguments.against else None
+    section = cli.device_section(arguments)
+    return step_benchmark(arguments.preset, section, arguments.steps, arguments.rounds, against, say)
 
 
 if __name__ == "__main__":

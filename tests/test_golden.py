@@ -19,7 +19,7 @@ from dflash_jax.models.architecture import Rope
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.huggingface import load_target
 from dflash_jax.models.target import Target
-from dflash_jax.parallel import Meshes, batch_shards, mesh_of
+from dflash_jax.parallel import Meshes, batch_shards, mesh_of, on_mesh
 from dflash_jax.sections import OptimizerSection
 from dflash_jax.training.anchors import lay_out_blocks
 from dflash_jax.training.optimizer import make_optimizer
@@ -33,7 +33,7 @@ GOLDEN = Path(__file__).parent / "data" / "training_step.npz"
 class GoldenStep:
     """The file's step on one mesh. Empty rows fill the batch up to the number of shards: they must weigh nothing."""
 
-    def __init__(self, mesh_shape):
+    def __init__(self, mesh_shape, attention="blocked"):
         self.file = np.load(GOLDEN)
         config = json.loads(str(self.file["config"]))
         sizes = {
@@ -66,6 +66,7 @@ class GoldenStep:
             anchors=12,
             gamma=gamma,
             compute_dtype=jnp.float32,
+            attention=attention,
             edges=(64,),
         )
         _, specs = weights.split(Target(target))
@@ -83,7 +84,9 @@ class GoldenStep:
         batch = Batch(tokens, loss_mask, lengths, np.arange(rows, dtype=np.int32), np.int32(0))
         self.batch = jax.device_put(batch, self.step.batch_shardings)
         self.features = features_of(self.step, self.target_params, self.batch)
-        self.gradient_of = jax.jit(self._gradient, out_shardings=(self.step.state_shardings.params, None))
+        self.gradient_of = jax.jit(
+            on_mesh(self.mesh, self._gradient), out_shardings=(self.step.state_shardings.params, None)
+        )
 
     def arrays(self, prefix):
         return {name.removeprefix(prefix): self.file[name] for name in self.file.files if name.startswith(prefix)}
@@ -106,7 +109,6 @@ class GoldenStep:
             blocks,
             batch.lengths,
             self.settings,
-            batch_shards(self.mesh),
         )
 
     def update(self):
@@ -118,9 +120,11 @@ class GoldenStep:
         return *kept, metrics
 
 
-@pytest.mark.parametrize("mesh_shape", MESHES, ids=lambda shape: "x".join(map(str, shape)))
-def test_training_step(mesh_shape):
-    golden = GoldenStep(mesh_shape)
+@pytest.mark.parametrize(
+    ("mesh_shape", "attention"), [*((shape, "blocked") for shape in MESHES), ((1, 1, 1), "reference")], ids=str
+)
+def test_training_step(mesh_shape, attention):
+    golden = GoldenStep(mesh_shape, attention)
     file = golden.file
     taps = np.concatenate([np.asarray(tap)[0] for tap in golden.features.taps], axis=-1)
     assert relative_error(taps, file["expected.features"][0]) < 1e-5

@@ -320,6 +320,78 @@ class TestEvaluate:
         line = error_of("evaluate", "--target", target_folder, "--drafter", other, "--prompts", rows)
         assert "hidden_size is 64 but the target's is 32; this drafter is of another target" in line
 
+    @pytest.mark.parametrize(
+        ("changes", "complaint"),
+        [
+            ({"vocab_size": 64}, "mask_token_id"),
+            ({"num_layers": 8}, "of another target"),
+        ],
+        ids=["vocabulary", "tapped layers"],
+    )
+    def test_drafter_of_a_similar_target(self, error_of, target_folder, rows, tmp_path, changes, complaint):
+        other = save_tiny_drafter(tmp_path / "other", tiny_target(**({"vocab_size": ROWS} | changes)))
+        line = error_of("evaluate", "--target", target_folder, "--drafter", other, "--prompts", rows)
+        assert complaint in line
+
+    @pytest.mark.parametrize(
+        ("row", "complaint"),
+        [
+            ({"messages": []}, "line 1"),
+            ({"messages": [{"role": "user"}]}, "line 1"),
+            ({"messages": [{"role": "user", "content": ""}]}, "line 1"),
+            ({"messages": [{"role": "user", "content": "long " * 300}]}, "exceeds the target's 256 positions"),
+        ],
+        ids=["no message", "no content", "empty", "longer than the cache"],
+    )
+    def test_bad_prompt(self, error_of, target_folder, tmp_path, row, complaint):
+        drafter = save_tiny_drafter(tmp_path / "drafter", tiny_target(vocab_size=ROWS))
+        prompts = write_jsonl(tmp_path / "prompts.jsonl", row)
+        line = error_of("evaluate", "--target", target_folder, "--drafter", drafter, "--prompts", prompts)
+        assert complaint in line
+
+    @pytest.mark.parametrize(
+        ("arguments", "complaint"),
+        [
+            (("--method", "tree"), "budget None: a tree has 1 to 512 nodes"),
+            (("--method", "chain", "--budget", 8), "are for trees; add --method tree"),
+            (("--temperature", -1), "temperature"),
+            (("--top-p", 0), "top_p"),
+            (("--proposal", "sample"), "need a temperature"),
+        ],
+        ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) else "",
+    )
+    def test_method_that_cannot_be(self, error_of, target_folder, rows, tmp_path, arguments, complaint):
+        drafter = save_tiny_drafter(tmp_path / "drafter", tiny_target(vocab_size=ROWS))
+        line = error_of("evaluate", "--target", target_folder, "--drafter", drafter, "--prompts", rows, *arguments)
+        assert complaint in line
+
+    @pytest.mark.parametrize(
+        ("arguments", "complaint"),
+        [
+            (("--budget", 0), "--budget: '0' is not a whole number from 1 to 512, nor auto"),
+            (("--block-size", 1), "--block-size: '1' leaves no token to draft"),
+        ],
+        ids=["budget 0", "block of one"],
+    )
+    def test_number_out_of_range(self, call, arguments, complaint):
+        code, _, err = call(
+            "evaluate", "--target", "x", "--drafter", "x", "--prompts", "x", "--method", "tree", *arguments
+        )
+        assert code == 2
+        assert complaint in err.splitlines()[-1]
+
+    def test_a_block_larger_than_trained_warns(self, call, target_folder, rows, tmp_path):
+        drafter = save_tiny_drafter(tmp_path / "drafter", tiny_target(vocab_size=ROWS))
+        code, out, _ = call(
+            "evaluate",
+            *("--target", target_folder, "--drafter", drafter, "--prompts", rows),
+            *("--block-size", 9, "--max-new-tokens", 6, "--limit", 1),
+        )
+        assert code == 0
+        (report,) = json.loads(out).values()
+        assert "block size 9 is larger than trained (4)" in report["warnings"]
+        assert len(report["accepted_at"]) == 8
+
 
 class TestExport:
     def test_missing_run(self, error_of, tmp_path):

@@ -19,6 +19,7 @@ from dflash_jax.decoding.timing import time_rounds
 from dflash_jax.models.architecture import DrafterArchitecture
 from dflash_jax.models.target import FrozenTarget
 from dflash_jax.models.weights import Params
+from dflash_jax.parallel import compiled_only
 from dflash_jax.telemetry.drafting import DraftingSums, drafting_metrics, tree_metrics
 
 FEW_ROUNDS, FLAT = 20, 1e-3
@@ -203,7 +204,8 @@ class Evaluator:
         start = time.perf_counter()
         answers = []
         for batch, indices in zip(self._batches, self._indices, strict=True):
-            answers.append(jax.device_get(decode(batch)))
+            with compiled_only():
+                answers.append(jax.device_get(decode(batch)))
             self._advance(int((indices >= 0).sum()))
         return answers, time.perf_counter() - start
 

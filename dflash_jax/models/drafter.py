@@ -4,20 +4,24 @@ The target's tapped features enter as extra keys and values of every layer. Embe
 target's own. Attribute names equal the published checkpoint's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import checkpoint_policies
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.models.architecture import DrafterArchitecture
-from dflash_jax.models.attention import context_and_block_attention
+from dflash_jax.models.block_attention import context_and_block_attention
+from dflash_jax.models.blocked_attention import SAVED
 from dflash_jax.models.layers import GatedMLP, Linear, RMSNorm, matmul, rotary_table, rotate
-from dflash_jax.models.target import Cache, embed
+from dflash_jax.models.target import Cache
+from dflash_jax.models.vocabulary import embed
 from dflash_jax.models.weights import Params, weight
 from dflash_jax.parallel import constrain
+from dflash_jax.sections import Attention, Remat
 
 
 class Fusion(nnx.Module):
@@ -71,10 +75,13 @@ class DrafterAttention(nnx.Module):
         rotary: tuple[Array, Array],
         context: tuple[Array, Array],
         anchors: Int[Array, "batch blocks"],
+        implementation: Attention,
     ) -> Float[Array, "batch blocks block hidden"]:
         q = rotate(self.q_norm(self.q_proj(x).reshape(*x.shape[:-1], -1, self.head_dim)), *rotary)
         k, v = self.keys_values(x, rotary)
-        out = context_and_block_attention(q, *context, k, v, anchors, window=self.window, causal=self.causal)
+        out = context_and_block_attention(
+            q, *context, k, v, anchors, window=self.window, causal=self.causal, implementation=implementation
+        )
         return self.o_proj(out.reshape(*x.shape[:-1], -1))
 
 
@@ -87,8 +94,15 @@ class DrafterBlock(nnx.Module):
         self.post_attention_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
         self.mlp = GatedMLP(arch.hidden_size, arch.intermediate_size)
 
-    def __call__(self, x: Array, rotary: tuple[Array, Array], context: tuple[Array, Array], anchors: Array) -> Array:
-        x = x + self.self_attn(self.input_layernorm(x), rotary, context, anchors)
+    def __call__(
+        self,
+        x: Array,
+        rotary: tuple[Array, Array],
+        context: tuple[Array, Array],
+        anchors: Array,
+        implementation: Attention,
+    ) -> Array:
+        x = x + self.self_attn(self.input_layernorm(x), rotary, context, anchors, implementation)
         x = x + self.mlp(self.post_attention_layernorm(x))
         return constrain(x, "batch", None, None, None)
 
@@ -121,6 +135,9 @@ class Drafter(nnx.Module):
         context: Cache,
         embedding: Float[Array, "vocab hidden"],
         dtype: jax.typing.DTypeLike,
+        *,
+        attention: Attention = "auto",
+        remat: Remat = "none",
     ) -> Float[Array, "batch blocks block hidden"]:
         """Final-normed hidden state of every block row; offset k of a block predicts the token at anchor + k.
 
@@ -130,13 +147,18 @@ class Drafter(nnx.Module):
             context: from `context(...)`, or a cache filled with its rows; slot index is absolute position.
             embedding: the target's table.
             dtype: of the matmuls.
+            remat: what the backward pass makes anew instead of keeping it.
         """
         x = embed(embedding, blocks).astype(dtype) * self.arch.input_embedding_scale
         x = constrain(x, "batch", None, None, None)
         positions = anchors[:, :, None] + jnp.arange(blocks.shape[2])[None, None, :]
         rotary = rotary_table(self.arch.rope, self.arch.head_dim, positions)
         for layer, keys_values in zip(self.layers, context, strict=True):
-            x = layer(x, rotary, keys_values, anchors)
+
+            def run(x: Array, keys_values: tuple[Array, Array], layer: DrafterBlock = layer) -> Array:
+                return layer(x, rotary, keys_values, anchors, attention)
+
+            x = rematerialised(run, remat)(x, keys_values)
         return self.norm(x)
 
     def logits(
@@ -144,6 +166,14 @@ class Drafter(nnx.Module):
     ) -> Float[Array, "*batch vocab"]:
         """float32 draft logits through the target's projection."""
         return scale_logits(matmul(hidden, projection, jnp.float32), self.arch)
+
+
+def rematerialised(layer: Callable[..., Array], remat: Remat) -> Callable[..., Array]:
+    """`layer`, keeping for its backward pass what the policy says."""
+    if remat == "none":
+        return layer
+    names = (SAVED,) if remat == "layer" else ()
+    return jax.checkpoint(layer, policy=checkpoint_policies.save_only_these_names(*names))
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,13 @@ def matmul(
     return out.reshape(*x.shape[:-1], matrix.shape[0])
 
 
+def contract(subscripts: str, *operands: Float[Array, "..."]) -> Float[Array, "..."]:
+    """`einsum` accumulated in float32. CPUs, which cannot multiply every shape in bfloat16, convert first: the same."""
+    if jax.default_backend() == "cpu":
+        operands = tuple(x.astype(jnp.float32) for x in operands)
+    return jnp.einsum(subscripts, *operands, preferred_element_type=jnp.float32)
+
+
 def along_last(vector: Float[Array, "size"], rank: int) -> Float[Array, "*ones size"]:
     """`[size]` -> `[1, .., 1, size]` of the given rank: broadcasting is spelled out, never promoted."""
     return vector.reshape((1,) * (rank - 1) + vector.shape)

@@ -12,8 +12,9 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.models.architecture import TargetArchitecture
-from dflash_jax.models.attention import causal_attention
+from dflash_jax.models.causal_attention import causal_attention
 from dflash_jax.models.layers import GatedMLP, Linear, RMSNorm, matmul, rotary_table, rotate
+from dflash_jax.models.vocabulary import embed
 from dflash_jax.models.weights import Params, weight
 from dflash_jax.parallel import constrain
 
@@ -141,6 +142,20 @@ class Target(nnx.Module):
                 tapped[index] = x
         return x, tuple(tapped[index] for index in taps), new_cache
 
+    def states(
+        self,
+        tokens: Int[Array, "batch time"],
+        positions: Int[Array, "batch time"],
+        taps: Sequence[int],
+        final: bool,
+    ) -> tuple[Float[Array, "batch time hidden"], ...]:
+        """What a drafter learns from: the taps, and with `final` the hidden states behind the final norm.
+
+        Without them nothing above the last tapped block is run.
+        """
+        x, tapped, _ = self(tokens, positions, taps=taps, layers=None if final else taps[-1] + 1)
+        return (*tapped, self.model.norm(x)) if final else tapped
+
     def logits(self, x: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
         """float32 logits of a residual stream before the final norm."""
         return matmul(self.model.norm(x), self.projection(), jnp.float32)
@@ -155,11 +170,6 @@ class FrozenTarget:
     params: Params
     stop_ids: tuple[int, ...] = ()
     """Tokens that end an answer."""
-
-
-def embed(table: Float[Array, "vocab hidden"], tokens: Int[Array, "*batch"]) -> Float[Array, "*batch hidden"]:
-    """Rows of the table; ids are valid by construction."""
-    return table.at[tokens].get(mode="clip")
 
 
 def write_rows(

@@ -18,7 +18,7 @@ from dflash_jax.decoding.prompts import PromptBatch
 from dflash_jax.decoding.speculative import SpeculativeAnswers
 from dflash_jax.models.target import FrozenTarget, Target
 from dflash_jax.models.weights import Params
-from dflash_jax.parallel import batch_shards, on_mesh, sharding_of
+from dflash_jax.parallel import on_mesh, sharding_of
 from dflash_jax.telemetry.drafting import DraftingSums
 from dflash_jax.training.anchors import lay_out_blocks
 from dflash_jax.training.state import DraftSettings, tables_of
@@ -30,7 +30,7 @@ class HeldOut:
 
     def __init__(self, target: FrozenTarget, drafter_graph: nnx.GraphDef, settings: DraftSettings, mesh: Mesh):
         self._target, self._mesh = target, mesh
-        function = partial(drafting_of_answers, target.graph, drafter_graph, settings, batch_shards(mesh))
+        function = partial(drafting_of_answers, target.graph, drafter_graph, settings)
         self._jitted = jax.jit(on_mesh(mesh, function), out_shardings=sharding_of(mesh))
 
     def __call__(self, prompts: PromptBatch, answers: SpeculativeAnswers, params: Params) -> DraftingSums:
@@ -74,7 +74,6 @@ def drafting_of_answers(
     target_graph: nnx.GraphDef,
     drafter_graph: nnx.GraphDef,
     settings: DraftSettings,
-    shards: int,
     target_params: Params,
     params: Params,
     batch: Batch,
@@ -83,13 +82,10 @@ def drafting_of_answers(
 ) -> DraftingSums:
     """The sums of a batch, without a gradient: the code of the training step on given anchors."""
     target: Target = nnx.merge(target_graph, target_params)
-    taps = settings.drafter.target_layer_ids
     positions = jnp.broadcast_to(jnp.arange(batch.tokens.shape[1])[None, :], batch.tokens.shape)
-    _, tapped, _ = target(batch.tokens, positions, taps=taps, layers=taps[-1] + 1)
+    states = target.states(batch.tokens, positions, settings.drafter.target_layer_ids, settings.asks_target)
     block_size, mask_token_id = settings.drafter.block_size, settings.drafter.mask_token_id
     blocks = lay_out_blocks(batch.tokens, batch.loss_mask, batch.lengths, anchors, keep, block_size, mask_token_id)
     tables = tables_of(target_params)
-    _, (sums, hidden, ranks) = block_loss(
-        params, drafter_graph, tables, tapped, blocks, batch.lengths, settings, shards
-    )
+    _, (sums, hidden, ranks) = block_loss(params, drafter_graph, tables, states, blocks, batch.lengths, settings)
     return with_trees(sums, tables, hidden, ranks, blocks, settings, jnp.bool_(True))

@@ -1,7 +1,11 @@
-"""The loss as (sum, weight): decayed cross-entropy through the target's frozen projection.
+"""The loss: row by row through the target's frozen projection, without logits in memory beyond a chunk of rows.
 
-The projection has no gradient, so the forward pass of a chunk of rows already knows the gradient of its hidden
-states: `(softmax - onehot) @ W`. It is kept instead of the logits; the backward pass only scales it.
+The projection has no gradient, so the pass that makes a row's logits already knows the gradient of its hidden state:
+(dloss/dlogits) @ W. It is kept instead of the logits; the backward pass only scales it by the row's weight. Rows that
+weigh nothing are never projected.
+
+The label is a token (cross-entropy) or the target's own distribution at the position before, whose logits are made
+from the target's last hidden state in the same chunk.
 """
 
 import math
@@ -10,14 +14,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.models.architecture import DrafterArchitecture
 from dflash_jax.models.drafter import scale_logits
-from dflash_jax.models.layers import matmul
+from dflash_jax.models.layers import contract, matmul
+from dflash_jax.models.vocabulary import ROWS, VocabularyAxes, softmax
+from dflash_jax.parallel import spec_of
+from dflash_jax.sections import Loss
 
 LOGIT_BUDGET = 2**26
-"""Logits in memory at a time on a device (256 MiB in float32)."""
+"""Logits in memory at a time on an accelerator (256 MiB in float32)."""
+CPU_LOGIT_BUDGET = 2**22
+"""The same on a CPU: what its caches hold is read again at no cost."""
+
+HIDDEN = ("batch", None, None)
+"""Logical axes of hidden states."""
 
 
 def position_weights(block_size: int, gamma: float) -> Float[Array, "offsets"]:
@@ -25,81 +37,189 @@ def position_weights(block_size: int, gamma: float) -> Float[Array, "offsets"]:
     return jnp.exp(-jnp.arange(block_size - 1, dtype=jnp.float32) / gamma)
 
 
-def projected_cross_entropy(
+def d_pace_weights(
+    label_loss: Float[Array, "*batch offsets"], valid: Bool[Array, "*batch offsets"], alpha: float
+) -> Float[Array, "*batch offsets"]:
+    """What a better draft at an offset adds to the expected accepted length, by arXiv 2605.18810.
+
+    With p_i the drafter's probability of the label at offset i, c_m = prod_{i <= m} (alpha + (1 - alpha) p_i) and
+    w_j = sum_{m >= j} c_m; offsets without a label are left out of both. Constants for the gradient.
+    """
+    probability = jnp.exp(-jax.lax.stop_gradient(label_loss))
+    smoothed = jnp.where(valid, alpha + (1.0 - alpha) * probability, 1.0)
+    reached = jnp.cumprod(smoothed, axis=-1) * valid
+    return jnp.flip(jnp.cumsum(jnp.flip(reached, -1), axis=-1), -1) * valid
+
+
+def row_losses(
     hidden: Float[Array, "batch rows hidden"],
     projection: Float[Array, "vocab hidden"],
     labels: Int[Array, "batch rows"],
-    weights: Float[Array, "batch rows"],
+    needed: Bool[Array, "batch rows"],
     arch: DrafterArchitecture,
-    batch_shards: int = 1,
-) -> tuple[Float[Array, ""], Int[Array, "batch rows"]]:
-    """Weighted sum of cross-entropies, and each row's number of tokens with a larger logit than its label.
+    loss: Loss = "cross_entropy",
+    target_hidden: Float[Array, "batch seq hidden"] | None = None,
+    target_rows: Int[Array, "batch rows"] | None = None,
+) -> tuple[Float[Array, "batch rows"], Float[Array, "batch rows"], Int[Array, "batch rows"]]:
+    """Each row's loss, its cross-entropy of the label, and how many tokens have a larger logit than the label.
 
-    Only `hidden` receives a gradient. `batch_shards` is the number of parts that the batch is split into over
-    devices; it sets how many rows fit into `LOGIT_BUDGET`.
+    Only `hidden` receives a gradient, and only through the loss. Rows that are not `needed` give zeros.
+
+    Args:
+        target_hidden: the target's states behind its final norm, and `target_rows`: which of them is a row's label;
+            for losses against the target's distribution.
     """
-    batch, rows, _ = hidden.shape
-    budget = max(1, LOGIT_BUDGET * batch_shards // (batch * projection.shape[0]))
-    chunks = math.ceil(rows / budget)
+
+    distribution = loss != "cross_entropy"
+
+    def of_shard(hidden: Array, projection: Array, labels: Array, needed: Array, *target: Array) -> tuple[Array, ...]:
+        batch, rows = labels.shape
+        if distribution:
+            states, at = target
+            seq = states.shape[1]
+            target = states.reshape(-1, states.shape[-1]), (at + seq * jnp.arange(batch)[:, None]).reshape(-1)
+        flat = hidden.reshape(batch * rows, -1)
+        found = _losses(arch, loss, flat, projection, labels.reshape(-1), needed.reshape(-1), target)
+        return tuple(x.reshape(batch, rows) for x in found)
+
+    operands, specs = [hidden, projection, labels, needed], [HIDDEN, ("vocab", None), ROWS, ROWS]
+    if distribution:
+        operands, specs = [*operands, target_hidden, target_rows], [*specs, HIDDEN, ROWS]
+    if jax.sharding.get_abstract_mesh().empty:
+        return of_shard(*operands)
+    in_specs, out_specs = tuple(map(spec_of, specs)), (spec_of(ROWS),) * 3
+    return jax.shard_map(of_shard, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*operands)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _losses(arch: DrafterArchitecture, loss: Loss, *operands: Any) -> tuple[Array, Array, Array]:
+    return _visit_rows(arch, loss, False, *operands)[:3]
+
+
+def _losses_forward(arch: DrafterArchitecture, loss: Loss, *operands: Any) -> tuple[tuple[Array, ...], Array]:
+    *found, to_hidden = _visit_rows(arch, loss, True, *operands)
+    return tuple(found), to_hidden
+
+
+def _losses_backward(
+    arch: DrafterArchitecture, loss: Loss, to_hidden: Array, cotangents: tuple[Array, Any, Any]
+) -> tuple[Array | None, ...]:
+    scaled = to_hidden.astype(jnp.float32) * cotangents[0][:, None]
+    return scaled.astype(to_hidden.dtype), None, None, None, None
+
+
+_losses.defvjp(_losses_forward, _losses_backward)
+
+
+def _visit_rows(
+    arch: DrafterArchitecture,
+    loss: Loss,
+    differentiate: bool,
+    hidden: Float[Array, "rows hidden"],
+    projection: Float[Array, "vocab hidden"],
+    labels: Int[Array, "rows"],
+    needed: Bool[Array, "rows"],
+    target: tuple[Array, ...],
+) -> tuple[Array, ...]:
+    """Losses, label losses and ranks by row, and the gradient of each loss by its hidden state if asked.
+
+    On a mesh this is one device's part: its rows, and its slice of the vocabulary. Devices that hold other slices
+    *and* other rows (`fsdp`) look at each chunk of rows together.
+    """
+    axes = VocabularyAxes.of_mesh()
+    rows, width = hidden.shape
+    budget = CPU_LOGIT_BUDGET if jax.default_backend() == "cpu" else LOGIT_BUDGET
+    chunks = math.ceil(rows * projection.shape[0] * axes.sharers / budget)
     size = math.ceil(rows / chunks)
-    spare = chunks * size - rows
+    # Needed rows first; the loop ends behind the last of them.
+    order = jnp.argsort(~needed, stable=True)
+    place = jnp.where(needed, jnp.cumsum(needed) - 1, needed.sum() + jnp.cumsum(~needed) - 1)
+    order = jnp.pad(order, (0, chunks * size - rows), constant_values=rows)
+    used = axes.most((needed.sum(dtype=jnp.int32) + size - 1) // size)
 
-    def cut(x: Array) -> Array:
-        """`[batch, rows, ..]` -> `[chunks, batch, size, ..]`; rows added at the end weigh nothing."""
-        x = jnp.pad(x, ((0, 0), (0, spare)) + ((0, 0),) * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(batch, chunks, size, *x.shape[2:]), 1, 0)
+    def visit(chunk: Array, found: tuple[Array, ...]) -> tuple[Array, ...]:
+        at = jax.lax.dynamic_slice_in_dim(order, chunk * size, size)
 
-    total, ranks = _chunked(cut(hidden), projection, cut(labels), cut(weights), arch)
-    ranks = jnp.moveaxis(ranks, 0, 1).reshape(batch, chunks * size)
-    return total, ranks[:, :rows]
+        def take(x: Array) -> Array:
+            return axes.gather(x.at[at].get(mode="fill", fill_value=0))
 
+        states = [target[0].at[target[1].at[at].get(mode="fill", fill_value=0)].get(mode="clip")] if target else []
+        states = [axes.gather(x) for x in states]
+        new = _chunk_losses(arch, loss, axes, differentiate, take(hidden), take(labels), projection, *states)
+        new = (*map(axes.own, new[:3]), *map(axes.scatter, new[3:]))
+        return tuple(
+            jax.lax.dynamic_update_slice_in_dim(old, x.astype(old.dtype), chunk * size, axis=0)
+            for old, x in zip(found, new, strict=True)
+        )
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _chunked(
-    hidden: Array, projection: Array, labels: Array, weights: Array, arch: DrafterArchitecture
-) -> tuple[Array, Array]:
-    def visit(total: Array, chunk: tuple[Array, Array, Array]) -> tuple[Array, Array]:
-        loss, ranks, _, _ = _chunk_loss(*chunk, projection, arch)
-        return total + loss, ranks
-
-    return jax.lax.scan(visit, jnp.float32(0), (hidden, labels, weights))
-
-
-def _chunked_forward(
-    hidden: Array, projection: Array, labels: Array, weights: Array, arch: DrafterArchitecture
-) -> tuple[tuple[Array, Array], Array]:
-    def visit(total: Array, chunk: tuple[Array, Array, Array]) -> tuple[Array, tuple[Array, Array]]:
-        loss, ranks, gradient, to_raw = _chunk_loss(*chunk, projection, arch)
-        (raw_gradient,) = to_raw(gradient)
-        flat = raw_gradient.astype(chunk[0].dtype).reshape(-1, projection.shape[0])
-        to_hidden = flat @ projection.astype(flat.dtype)
-        return total + loss, (ranks, to_hidden.reshape(chunk[0].shape))
-
-    total, (ranks, to_hidden) = jax.lax.scan(visit, jnp.float32(0), (hidden, labels, weights))
-    return (total, ranks), to_hidden
+    padded = chunks * size
+    found = (jnp.zeros(padded), jnp.zeros(padded), jnp.zeros(padded, jnp.int32))
+    if differentiate:
+        found += (jnp.zeros((padded, width), hidden.dtype),)
+    found = jax.lax.fori_loop(0, used, visit, found)
+    # The last chunk had room for rows that nobody needs.
+    kept = [needed.reshape(-1, *[1] * (x.ndim - 1)) for x in found]
+    return tuple(jnp.where(mask, x.at[place].get(mode="clip"), 0) for mask, x in zip(kept, found, strict=True))
 
 
-def _chunked_backward(arch: DrafterArchitecture, to_hidden: Array, cotangent: tuple[Array, Any]) -> tuple:
-    scaled = to_hidden.astype(jnp.float32) * cotangent[0]
-    return scaled.astype(to_hidden.dtype), None, None, None
-
-
-_chunked.defvjp(_chunked_forward, _chunked_backward)
-
-
-def _chunk_loss(hidden: Array, labels: Array, weights: Array, projection: Array, arch: DrafterArchitecture):
-    """Loss sum, ranks of the labels, gradient of the scaled logits, the map from that to the raw logits' gradient."""
+def _chunk_losses(
+    arch: DrafterArchitecture,
+    loss: Loss,
+    axes: VocabularyAxes,
+    differentiate: bool,
+    hidden: Float[Array, "rows hidden"],
+    labels: Int[Array, "rows"],
+    projection: Float[Array, "vocab hidden"],
+    target_hidden: Float[Array, "rows hidden"] | None = None,
+) -> tuple[Array, ...]:
     raw = matmul(hidden, projection, jnp.float32)
     logits, to_raw = jax.vjp(lambda z: scale_logits(z, arch), raw)
-    top = jnp.max(logits, axis=-1, keepdims=True)
-    exponentials = jnp.exp(logits - top)
-    normaliser = exponentials.sum(axis=-1, keepdims=True)
+    probabilities, normaliser = softmax(logits, axes)
     # A masked sum, not a gather: it stays local when the vocabulary is sharded.
-    is_label = jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1) == labels[..., None]
-    label_logit = jnp.where(is_label, logits, 0.0).sum(axis=-1)
-    nll = jnp.log(normaliser[..., 0]) + top[..., 0] - label_logit
+    place = labels - axes.first_token(projection.shape[0])
+    is_label = jax.lax.broadcasted_iota(labels.dtype, logits.shape, 1) == place[:, None]
+    label_logit = axes.sum(jnp.where(is_label, logits, 0.0).sum(axis=-1))
+    label_loss = normaliser - label_logit
     # A count in the pass that reads the logits anyway; sorting or an index reduction would read them once more.
     # Written so that logits that are not numbers count as larger: a broken batch hits nothing.
-    ranks = (~(logits <= label_logit[..., None])).sum(axis=-1, dtype=jnp.int32)
-    gradient = weights[..., None] * (exponentials / normaliser - is_label.astype(jnp.float32))
-    return jnp.sum(weights * nll), ranks, gradient, to_raw
+    ranks = axes.sum((~(logits <= label_logit[:, None])).sum(axis=-1, dtype=jnp.int32))
+    if target_hidden is None:
+        value, gradient = label_loss, probabilities - is_label.astype(jnp.float32)
+    else:
+        of_target = matmul(target_hidden, projection, jnp.float32)
+        drafter, target = (logits, probabilities, normaliser), (of_target, *softmax(of_target, axes))
+        value, gradient = _divergence(loss, axes, drafter, target)
+    if not differentiate:
+        return value, label_loss, ranks
+    (raw_gradient,) = to_raw(gradient)
+    to_hidden = contract("rv,vd->rd", raw_gradient.astype(hidden.dtype), projection.astype(hidden.dtype))
+    return value, label_loss, ranks, to_hidden
+
+
+def _divergence(
+    loss: Loss, axes: VocabularyAxes, drafter: tuple[Array, Array, Array], target: tuple[Array, Array, Array]
+) -> tuple[Float[Array, "rows"], Float[Array, "rows vocab"]]:
+    """Of the drafter's distribution q from the target's p, and its gradient by the drafter's logits.
+
+    For a loss with dloss/dq = g the gradient is q (g - sum q g). `lk` is -log sum min(p, q), the log of the
+    probability that a draw is accepted (arXiv 2602.23881).
+    """
+    z, q, q_normaliser = drafter
+    t, p, p_normaliser = target
+    log_ratio = (z - q_normaliser[:, None]) - (t - p_normaliser[:, None])
+
+    def total(x: Array) -> Array:
+        return axes.sum(x.sum(axis=-1))
+
+    def throughsoftmax(g: Array) -> Array:
+        return q * (g - total(q * g)[:, None])
+
+    if loss == "forward_kl":
+        return total(-p * log_ratio), q - p
+    if loss == "reverse_kl":
+        value = total(q * log_ratio)
+        return value, q * (log_ratio - value[:, None])
+    if loss == "total_variation":
+        return 0.5 * total(jnp.abs(p - q)), throughsoftmax(0.5 * jnp.sign(q - p))
+    accepted = total(jnp.minimum(p, q))
+    return -jnp.log(accepted), -throughsoftmax((q < p).astype(jnp.float32)) / accepted[:, None]

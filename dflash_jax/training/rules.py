@@ -67,7 +67,10 @@ def check_resumable(config: Config, position: Position, dtype: str, meshes: Mesh
     then, now = position.config, config.model_dump(mode="json")
     fixed = {
         "run": ["seed"],
-        "training": ["batch_size", "tokens_per_batch", "accumulation", "anchors", "loss_decay_gamma"],
+        "training": [
+            *("batch_size", "tokens_per_batch", "accumulation", "anchors"),
+            *("loss", "loss_decay_gamma", "position_weights", "d_pace_alpha"),
+        ],
         "drafter": sorted(now["drafter"]),
         "data": ["max_length", "bucket_edges", "buckets", "edge_multiple", "order", "template_arguments"],
         "pipeline": ["min_ready", "draw"],

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from dflash_jax.config import Config, decay_gamma
+from dflash_jax.config import Config, d_pace_alpha, decay_gamma
 from dflash_jax.data.buckets import Buckets
 from dflash_jax.data.chat import ChatTokenizer
 from dflash_jax.data.loader import BatchSource
@@ -57,7 +57,7 @@ class Models:
     target_folder: Path
     target: TargetArchitecture
     drafter: DrafterArchitecture
-    gamma: float
+    gamma: float | None
 
 
 @dataclass(frozen=True)
@@ -184,6 +184,11 @@ def build(config: Config, models: Models, course: Course) -> Engine:
         anchors=config.training.anchors,
         gamma=models.gamma,
         compute_dtype=models.dtype,
+        loss=config.training.loss,
+        weighting=config.training.position_weights,
+        d_pace_alpha=d_pace_alpha(config.training),
+        attention=config.training.attention,
+        remat=config.training.remat,
         edges=tuple(bucket.edge for bucket in course.buckets),
         tree_every=config.metrics.every,
         tree_blocks=config.metrics.blocks,

@@ -10,7 +10,7 @@ from dflash_jax.data.loader import Batch
 from dflash_jax.models.architecture import DrafterArchitecture, TargetArchitecture
 from dflash_jax.models.weights import Params
 from dflash_jax.parallel import Leaf
-from dflash_jax.sections import HealthSection
+from dflash_jax.sections import Attention, HealthSection, Loss, Remat, Weighting
 from dflash_jax.telemetry.drafting import DraftingSums
 from dflash_jax.training.health import HealthState
 from dflash_jax.training.noise import FeatureNoise
@@ -23,7 +23,8 @@ class Features:
 
     batch: Batch
     taps: tuple[Leaf, ...]
-    """One `[batch, seq, hidden]` a tapped layer."""
+    """One `[batch, seq, hidden]` a tapped layer; behind them, where the loss asks for the target's distribution, its
+    final hidden states."""
 
 
 @jax.tree_util.register_dataclass
@@ -61,11 +62,27 @@ class DraftSettings:
     """What the pass over a batch of blocks needs to know besides arrays."""
 
     drafter: DrafterArchitecture
-    gamma: float
+    gamma: float | None
+    """Of the weights by decay."""
     compute_dtype: jax.typing.DTypeLike
+    loss: Loss = "cross_entropy"
+    weighting: Weighting = "decay"
+    d_pace_alpha: float = 0.5
+    attention: Attention = "auto"
+    remat: Remat = "none"
     split_fc: bool = True
     tree_blocks: int = 0
     """Blocks of a batch whose draft trees are looked at, about; 0: none."""
+
+    @property
+    def asks_target(self) -> bool:
+        """Whether the label is the target's distribution."""
+        return self.loss != "cross_entropy"
+
+    @property
+    def states(self) -> int:
+        """Arrays that the target hands over: a tap each, and its final hidden states if the loss asks for them."""
+        return len(self.drafter.target_layer_ids) + self.asks_target
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,10 +23,10 @@ from dflash_jax.data.buckets import Bucket
 from dflash_jax.data.loader import Batch
 from dflash_jax.models import weights
 from dflash_jax.models.drafter import Drafter, scale_logits
-from dflash_jax.models.layers import matmul
 from dflash_jax.models.target import Target
+from dflash_jax.models.vocabulary import top_log_probabilities
 from dflash_jax.models.weights import Params
-from dflash_jax.parallel import Meshes, batch_shards, on_mesh, sharding_of
+from dflash_jax.parallel import Meshes, on_mesh, sharding_of
 from dflash_jax.telemetry.drafting import (
     TREE_BUDGETS,
     DraftingSums,
@@ -38,22 +38,22 @@ from dflash_jax.telemetry.trees import tree_acceptance
 from dflash_jax.training.anchors import Blocks, draw_anchors, eligible_anchors, lay_out_blocks
 from dflash_jax.training.handover import Handover, Units
 from dflash_jax.training.health import HealthState, Reading, adaptive_factor, observe, recent_quantiles
-from dflash_jax.training.objective import position_weights, projected_cross_entropy
+from dflash_jax.training.objective import d_pace_weights, position_weights, row_losses
 from dflash_jax.training.optimizer import optimizer_shardings
 from dflash_jax.training.state import DraftSettings, Features, StepSettings, Tables, TrainState, tables_of
 
 
 def target_features(
-    graph: nnx.GraphDef, taps: tuple[int, ...], handover: Handover, params: Params, batch: Batch
+    graph: nnx.GraphDef, settings: DraftSettings, handover: Handover, params: Params, batch: Batch
 ) -> tuple[tuple[Units, ...], Array]:
-    """Run the frozen target up to its last tapped block; the outputs of the tapped ones, ready to be moved.
+    """Run the frozen target as far as needed; the outputs of the tapped blocks, ready to be moved.
 
     Rows are right-padded, so no real token sees padding.
     """
     target: Target = nnx.merge(graph, params)
     positions = jnp.broadcast_to(jnp.arange(batch.tokens.shape[1])[None, :], batch.tokens.shape)
-    _, tapped, _ = target(batch.tokens, positions, taps=taps, layers=taps[-1] + 1)
-    return tuple(handover.cut(tap) for tap in tapped), batch.lengths.sum()
+    states = target.states(batch.tokens, positions, settings.drafter.target_layer_ids, settings.asks_target)
+    return tuple(handover.cut(state) for state in states), batch.lengths.sum()
 
 
 def block_loss(
@@ -64,7 +64,6 @@ def block_loss(
     blocks: Blocks,
     lengths: Int[Array, "batch"],
     settings: DraftSettings,
-    shards: int = 1,
 ) -> tuple[Float[Array, ""], tuple[DraftingSums, Array, Array]]:
     """Unnormalised loss of a batch of blocks (arXiv 2602.06036, section 4).
 
@@ -74,21 +73,40 @@ def block_loss(
     drafter: Drafter = nnx.merge(graph, params)
     batch, seq = taps[0].shape[:2]
     positions = jnp.broadcast_to(jnp.arange(seq)[None, :], (batch, seq))
-    context = drafter.context([tap.astype(settings.compute_dtype) for tap in taps], positions, settings.split_fc)
-    hidden = drafter(blocks.tokens, blocks.anchors, context, tables.embedding, settings.compute_dtype)
-    decay = position_weights(settings.drafter.block_size, settings.gamma)
-    label_weights = blocks.valid.astype(jnp.float32) * decay[None, None, :]
+    taps = tuple(tap.astype(settings.compute_dtype) for tap in taps)
+    taps, final = (taps[:-1], taps[-1]) if settings.asks_target else (taps, None)
+    context = drafter.context(taps, positions, settings.split_fc)
+    hidden = drafter(
+        blocks.tokens,
+        blocks.anchors,
+        context,
+        tables.embedding,
+        settings.compute_dtype,
+        attention=settings.attention,
+        remat=settings.remat,
+    )
     # Offset 0 is given, so its row is dropped before the projection.
     hidden = hidden[:, :, 1:]
-    loss, ranks = projected_cross_entropy(
+    shape = blocks.valid.shape
+    # The target predicts the token at a position from the one before.
+    before = jnp.clip(blocks.anchors[:, :, None] + jnp.arange(shape[2])[None, None, :], 0, seq - 1)
+    by_row = row_losses(
         hidden.reshape(batch, -1, hidden.shape[-1]),
         tables.projection,
         blocks.labels.reshape(batch, -1),
-        label_weights.reshape(batch, -1),
+        blocks.valid.reshape(batch, -1),
         settings.drafter,
-        shards,
+        settings.loss,
+        final,
+        before.reshape(batch, -1),
     )
-    ranks = ranks.reshape(blocks.valid.shape)
+    losses, label_losses, ranks = (x.reshape(shape) for x in by_row)
+    if settings.weighting == "d_pace":
+        label_weights = d_pace_weights(label_losses, blocks.valid, settings.d_pace_alpha)
+    else:
+        decay = position_weights(settings.drafter.block_size, settings.gamma)
+        label_weights = blocks.valid.astype(jnp.float32) * decay[None, None, :]
+    loss = (label_weights * losses).sum()
     sums = drafting_sums(loss, label_weights.sum(), ranks, blocks.valid, blocks.keep, lengths, seq)
     return loss, (sums, hidden, ranks)
 
@@ -115,9 +133,8 @@ def with_trees(
     def look(_: None) -> tuple[Array, Array]:
         def of_block(block: tuple[Array, Array, Array, Array]) -> tuple[Array, Array]:
             hidden, ranks, valid, keep = block
-            logits = scale_logits(matmul(hidden, tables.projection, jnp.float32), settings.drafter)
-            top, _ = jax.lax.top_k(logits, min(max(TREE_BUDGETS), logits.shape[-1]))
-            top = top - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+            scale = partial(scale_logits, arch=settings.drafter)
+            top = top_log_probabilities(hidden, tables.projection, max(TREE_BUDGETS), scale)
             accepted = [jax.vmap(partial(tree_acceptance, budget=budget))(top, ranks, valid) for budget in TREE_BUDGETS]
             return jnp.stack([(depth * keep).sum() for depth in accepted]), keep.sum(dtype=jnp.int32)
 
@@ -133,7 +150,7 @@ def with_trees(
 
 
 def accumulate(
-    graph: nnx.GraphDef, settings: StepSettings, shards: int, state: TrainState, tables: Tables, features: Features
+    graph: nnx.GraphDef, settings: StepSettings, state: TrainState, tables: Tables, features: Features
 ) -> tuple[TrainState, Array]:
     """Add one micro-batch: draw its anchors, lay out its blocks, sum gradient and metrics."""
     batch = features.batch
@@ -150,9 +167,11 @@ def accumulate(
     )
     taps = features.taps
     if settings.noise is not None:
-        taps = settings.noise.add(taps, settings.noise.level(state.step), state.key, batch.epoch, batch.row_ids)
+        tapped, level = len(settings.drafter.target_layer_ids), settings.noise.level(state.step)
+        noisy = settings.noise.add(taps[:tapped], level, state.key, batch.epoch, batch.row_ids)
+        taps = (*noisy, *taps[tapped:])
     gradient, (sums, hidden, ranks) = jax.grad(block_loss, has_aux=True)(
-        state.params, graph, tables, taps, blocks, batch.lengths, settings, shards
+        state.params, graph, tables, taps, blocks, batch.lengths, settings
     )
     first_of_step = state.sums.padded_tokens.sum() == 0
     trees_due = first_of_step & ((state.step + 1) % settings.tree_every == 0)
@@ -292,7 +311,7 @@ def make_step(settings: StepSettings, meshes: Meshes) -> Step:
     target_graph, target_specs = weights.split(Target(settings.target))
     graph, specs = weights.split(Drafter(settings.drafter))
     handover, drafter_mesh = Handover(meshes), meshes.drafter
-    taps, replicated = len(settings.drafter.target_layer_ids), sharding_of(drafter_mesh)
+    taps, replicated = settings.states, sharding_of(drafter_mesh)
     batch = _batch_shardings(meshes.target)
     units = ((sharding_of(meshes.target, "batch", None, None),) * handover.units_sent,) * taps
     rows = sharding_of(drafter_mesh, "batch", None, None)
@@ -313,7 +332,7 @@ def make_step(settings: StepSettings, meshes: Meshes) -> Step:
     )
     return Step(
         features=jax.jit(
-            on_mesh(meshes.target, partial(target_features, target_graph, settings.drafter.target_layer_ids, handover)),
+            on_mesh(meshes.target, partial(target_features, target_graph, settings, handover)),
             in_shardings=(target, batch),
             out_shardings=(units, sharding_of(meshes.target)),
         ),
@@ -323,7 +342,7 @@ def make_step(settings: StepSettings, meshes: Meshes) -> Step:
             out_shardings=features.taps,
         ),
         accumulate=jax.jit(
-            on_mesh(drafter_mesh, partial(accumulate, graph, settings, batch_shards(drafter_mesh))),
+            on_mesh(drafter_mesh, partial(accumulate, graph, settings)),
             in_shardings=(state, tables, features),
             out_shardings=(state, replicated),
             donate_argnums=0,

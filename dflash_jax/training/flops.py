@@ -1,0 +1,46 @@
+"""How many floating-point operations a drafter's step takes by its formula: multiplications and additions of matmuls.
+
+What an implementation computes besides (masked scores, recomputation) does not count, so that its share of a device's
+peak is a measure of the implementation.
+"""
+
+from dataclasses import dataclass
+
+from dflash_jax.models.architecture import DrafterArchitecture
+
+
+@dataclass(frozen=True)
+class StepFlops:
+    """Of one micro-batch, forward and backward."""
+
+    linear: int
+    """Projections and MLPs of the layers, and the fusion layer."""
+    attention: int
+    projection: int
+    """The vocabulary projection, whose weight has no gradient."""
+
+    @property
+    def total(self) -> int:
+        return self.linear + self.attention + self.projection
+
+
+def step_flops(arch: DrafterArchitecture, vocab: int, tokens: int, blocks: int, visible: int, labels: int) -> StepFlops:
+    """
+    Args:
+        tokens: context tokens of the batch, padding included.
+        blocks: of the batch.
+        visible: context keys that a block sees, summed over blocks: without a window the sum of the anchors.
+        labels: rows that go through the vocabulary projection.
+    """
+    rows, hidden = blocks * arch.block_size, arch.hidden_size
+    inner, kv_inner = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+    of_rows = rows * hidden * (2 * inner + 2 * kv_inner + 3 * arch.intermediate_size)
+    of_context = tokens * hidden * 2 * kv_inner
+    fusion = tokens * len(arch.target_layer_ids) * arch.target_hidden_size * hidden
+    scores = arch.block_size * visible + rows * arch.block_size
+    # Forward once, backward by operand and by weight; features and the frozen projection ask for one of the two.
+    return StepFlops(
+        linear=2 * (3 * arch.num_layers * (of_rows + of_context) + 2 * fusion),
+        attention=2 * 3 * arch.num_layers * 2 * scores * inner,
+        projection=2 * 2 * labels * hidden * vocab,
+    )

@@ -1,0 +1,101 @@
+"""What the compiled step holds and moves, read from its HLO: no dense mask, no full logits, no gathered vocabulary."""
+
+import re
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from dflash_jax.data.buckets import Bucket
+from dflash_jax.models import blocked_attention, weights
+from dflash_jax.models.target import Target
+from dflash_jax.sections import OptimizerSection
+from dflash_jax.training import objective
+from dflash_jax.training.optimizer import make_optimizer
+from dflash_jax.training.state import StepSettings, tables_of
+from dflash_jax.training.step import abstract_features, abstract_state, make_step
+from tests.helpers import colocated, tiny_drafter, tiny_target
+
+SEQ, VOCAB, ANCHORS, BLOCK = 512, 4096, 128, 4
+CHUNK = 2**16
+"""Logits at a time, and more than the scores at a time."""
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    monkeypatch.setattr(blocked_attention, "TILE_ROWS", 64)
+    monkeypatch.setattr(blocked_attention, "CHUNK_KEYS", 64)
+    monkeypatch.setattr(objective, "CPU_LOGIT_BUDGET", CHUNK)
+
+
+def accumulate_of(mesh_shape=(1, 1, 1), rows=1, **changes):
+    """The compiled function; by default one sequence on one device, without looks at trees."""
+    target = tiny_target(vocab_size=VOCAB)
+    schedule = optax.constant_schedule(1e-3)
+    settings = StepSettings(
+        drafter=tiny_drafter(target, block_size=BLOCK),
+        target=target,
+        optimizer=make_optimizer(OptimizerSection(), schedule),
+        schedule=schedule,
+        anchors=ANCHORS,
+        gamma=4.0,
+        compute_dtype=jnp.float32,
+        edges=(SEQ,),
+    )
+    settings = replace(settings, **changes)
+    step = make_step(settings, colocated(mesh_shape))
+    _, specs = weights.split(Target(target))
+    tables = tables_of(weights.abstract(specs, step.meshes.drafter))
+    features = abstract_features(step, settings, Bucket(SEQ, rows))
+    return step.accumulate.lower(abstract_state(step, settings), tables, features).compile()
+
+
+def shapes_of(text):
+    """Every array shape in an HLO text."""
+    found = re.findall(r"\b(?:pred|[suf]\d+|bf16)\[([\d,]+)\]", text)
+    return {tuple(map(int, shape.split(","))) for shape in found}
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "forward_kl"])
+def test_no_dense_array(loss):
+    """Neither rows x keys nor rows x vocabulary, of whatever type; the reference has the first."""
+    sizes = [np.prod(shape) for shape in shapes_of(accumulate_of(loss=loss).as_text())]
+    dense = ANCHORS * BLOCK * SEQ
+    assert max(sizes) <= VOCAB * 32  # the tables
+    assert VOCAB * 32 < dense < ANCHORS * (BLOCK - 1) * VOCAB
+    whole = [np.prod(shape) for shape in shapes_of(accumulate_of(loss=loss, attention="reference").as_text())]
+    assert max(whole) >= dense
+
+
+@pytest.mark.parametrize("mesh_shape", [(2, 2, 2), (1, 4, 2), (1, 8, 1), (4, 1, 2)], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"loss": "lk"}, {"tree_blocks": 8}], ids=["tokens", "distribution", "trees"])
+def test_the_vocabulary_is_not_gathered(mesh_shape, changes):
+    """Each device keeps to its slice of the tables and of the logits."""
+    text = accumulate_of(mesh_shape, rows=8, **changes).as_text()
+    gathered = [line for line in text.splitlines() if re.search(r"= .*\b(all-gather|all-to-all)", line)]
+    assert gathered, "weights are sharded, so something is gathered"
+    whole = [line for line in gathered if any(VOCAB in shape for shape in shapes_of(line.split("(")[0]))]
+    assert not whole, whole
+
+
+def test_temporaries_grow_linearly_in_anchors():
+    """And so do the operations outside of the attention's loops; those inside are counted in its own tests."""
+    few, some, many = (accumulate_of(anchors=anchors) for anchors in (64, 128, 256))
+
+    def grows(quantity):
+        first, second, third = map(quantity, (few, some, many))
+        assert third - second == pytest.approx(2 * (second - first), rel=0.1)
+        assert second > first
+
+    grows(lambda compiled: compiled.memory_analysis().temp_size_in_bytes)
+    grows(lambda compiled: compiled.cost_analysis()["flops"])
+
+
+def test_recomputation_saves_memory():
+    drafter = tiny_drafter(tiny_target(vocab_size=VOCAB), block_size=BLOCK, num_layers=8)
+    made = [accumulate_of(remat=remat, anchors=256, drafter=drafter) for remat in ("none", "layer", "all")]
+    sizes = [compiled.memory_analysis().temp_size_in_bytes for compiled in made]
+    assert sizes[0] > 1.1 * sizes[1]
+    assert sizes[1] >= sizes[2]
