@@ -204,6 +204,11 @@ def on_mesh(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
     return traced
 
 
+def compiler_options() -> dict[str, Any]:
+    """For executables that hold much: CPU backends keep every buffer apart unless told to go one after the other."""
+    return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"} if jax.default_backend() == "cpu" else {}
+
+
 @contextmanager
 def compiled_only() -> Iterator[None]:
     """Inside, an implicit transfer raises, and so does whatever would trace and compile a function anew."""

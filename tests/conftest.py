@@ -5,6 +5,7 @@ import tempfile
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("GLIBC_TUNABLES", "")  # scripts that run inside this process must not start it again
 
 from jaxtyping import install_import_hook
 

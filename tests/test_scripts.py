@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from dflash_jax import cli
 from tests.fixtures import ROWS, conversation, save_tiny_drafter, write_jsonl
 from tests.helpers import tiny_target
 
@@ -89,6 +90,24 @@ def broken_target(tmp_path, target_folder):
     shutil.copytree(target_folder, folder)
     os.truncate(folder / "model.safetensors", 1000)
     return folder
+
+
+@pytest.mark.parametrize(("there", "given", "starts"), [([], None, 1), ([], "", 0), (["nvidia0"], None, 0)], ids=str)
+def test_a_script_starts_again_with_its_allocator(call, monkeypatch, tmp_path, there, given, starts):
+    """Once, on a CPU, unless the user has set it; with the interpreter's own arguments."""
+    started = []
+    for name in there:
+        (tmp_path / name).touch()
+    monkeypatch.setattr(cli, "ACCELERATORS", [f"{tmp_path}/*"[1:]])
+    monkeypatch.setattr(cli, "Path", lambda _: Path("/"))
+    monkeypatch.setattr(cli.os, "execv", lambda *arguments: started.append(arguments))
+    monkeypatch.delenv("GLIBC_TUNABLES")
+    if given is not None:
+        monkeypatch.setenv("GLIBC_TUNABLES", given)
+    for _ in range(2):
+        assert call("train", "--help")[0] == 0
+    assert started == [(sys.executable, [sys.executable, *sys.orig_argv[1:]])] * starts
+    assert os.environ.get("GLIBC_TUNABLES") == (cli.ALLOCATOR if starts else given)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -323,7 +342,7 @@ class TestEvaluate:
     @pytest.mark.parametrize(
         ("changes", "complaint"),
         [
-            ({"vocab_size": 64}, "mask_token_id"),
+            ({"vocab_size": 64}, "vocab_size is 64 but the target's is 320; this drafter is of another target"),
             ({"num_layers": 8}, "of another target"),
         ],
         ids=["vocabulary", "tapped layers"],
@@ -355,7 +374,7 @@ class TestEvaluate:
             (("--method", "tree"), "budget None: a tree has 1 to 512 nodes"),
             (("--method", "chain", "--budget", 8), "are for trees; add --method tree"),
             (("--temperature", -1), "temperature"),
-            (("--top-p", 0), "top_p"),
+            (("--top-p", 0), "top-p 0.0 must be above 0 and at most 1"),
             (("--proposal", "sample"), "need a temperature"),
         ],
         ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) else "",
@@ -368,7 +387,7 @@ class TestEvaluate:
     @pytest.mark.parametrize(
         ("arguments", "complaint"),
         [
-            (("--budget", 0), "--budget: '0' is not a whole number from 1 to 512, nor auto"),
+            (("--budget", 0), "--budget: '0' is not a whole number of at least 1"),
             (("--block-size", 1), "--block-size: '1' leaves no token to draft"),
         ],
         ids=["budget 0", "block of one"],

@@ -164,24 +164,26 @@ def _attend_backward(rule: Rule, kept: tuple[Array, ...], out_gradient: Array) -
     block_v_gradient = contract("tkgnqj,tkgnqd->tknjd", weights, out_gradient)
 
     def of_tile(totals: tuple[Array, Array], tile: tuple[Array, ...]) -> tuple[tuple[Array, Array], Array]:
-        index, q, anchors, first, last, out_gradient, normaliser, shared, q_gradient = tile
+        index, q, anchors, first, last, out_gradient, normaliser, shared, near = tile
         see = partial(_see, rule, anchors, q.shape[1:4])
         q, out_gradient = (x.reshape(x.shape[0], -1, x.shape[-1]) for x in (q, out_gradient))
 
+        # Scores lie transposed here, keys by rows: that way four of the five products need no transposed left operand.
         def visit(chunk: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             q_gradient, k_gradient, v_gradient = state
             k, v = (_chunk_of(rule, x, index, chunk) for x in (context_k, context_v))
-            weights = jnp.where(see(chunk), jnp.exp(_scores(q, k) - normaliser[..., None]), 0.0)
-            through = contract("krd,kcd->krc", out_gradient, v)
-            scores = (weights * (through - shared[..., None]) * scale).astype(q.dtype)
-            weights = weights.astype(q.dtype)
-            of_k = contract("krc,krd->kcd", scores, q)
-            of_v = contract("krc,krd->kcd", weights, out_gradient)
-            q_gradient += contract("krc,kcd->krd", scores, k)
+            visible = see(chunk).swapaxes(1, 2)
+            weights = jnp.where(visible, jnp.exp(_scores(k, q) - normaliser[:, None, :]), 0.0)
+            through = contract("kcd,krd->kcr", v, out_gradient)
+            scores = (weights * (through - shared[:, None, :]) * scale).astype(q.dtype)
+            of_k = contract("kcr,krd->kcd", scores, q)
+            of_v = contract("kcr,krd->kcd", weights.astype(q.dtype), out_gradient)
+            q_gradient += contract("kdc,kcr->kdr", k.swapaxes(1, 2), scores)
             return q_gradient, _add(rule, k_gradient, index, chunk, of_k), _add(rule, v_gradient, index, chunk, of_v)
 
-        q_gradient, *totals = jax.lax.fori_loop(first, last, visit, (q_gradient, *totals))
-        return tuple(totals), q_gradient.astype(q.dtype)
+        state = (jnp.zeros((*q.shape[:1], q.shape[2], q.shape[1]), exact), *totals)
+        far, *totals = jax.lax.fori_loop(first, last, visit, state)
+        return tuple(totals), (near + far.swapaxes(1, 2)).astype(q.dtype)
 
     tiles = (
         _sequences(rule, anchors),
@@ -215,8 +217,8 @@ def _near_scores(rule: Rule, q: Array, block_k: Array) -> Float[Array, "tiles kv
     return jnp.where(visible[None, None, None, None], scores * q.shape[-1] ** -0.5, MASKED)
 
 
-def _scores(q: Float[Array, "kv_heads rows d"], k: Float[Array, "kv_heads keys d"]) -> Array:
-    return contract("krd,kcd->krc", q, k) * q.shape[-1] ** -0.5
+def _scores(a: Float[Array, "kv_heads rows d"], b: Float[Array, "kv_heads columns d"]) -> Array:
+    return contract("krd,kcd->krc", a, b) * a.shape[-1] ** -0.5
 
 
 def _see(

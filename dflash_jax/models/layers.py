@@ -111,6 +111,9 @@ def rotate(
     x: Float[Array, "*batch heads head_dim"], cos: Float[Array, "*batch half"], sin: Float[Array, "*batch half"]
 ) -> Float[Array, "*batch heads head_dim"]:
     """Rotate the two halves of each head (NeoX convention), in float32."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = cos[..., None, :], sin[..., None, :]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)
+    cos = cos[..., None, None, :]
+    # The halves change places by a reversed axis, which fuses; CPUs copy a concatenation piece by piece.
+    signs = jnp.array([-1.0, 1.0]).reshape(*[1] * (sin.ndim - 1), 2, 1)
+    sin = (signs * sin[..., None, :])[..., None, :, :]
+    return (halves * cos + jnp.flip(halves, axis=-2) * sin).reshape(x.shape).astype(x.dtype)

@@ -14,6 +14,7 @@ from dflash_jax.data.loader import Batch
 from dflash_jax.models import weights
 from dflash_jax.models.target import Target
 from dflash_jax.models.weights import Params
+from dflash_jax.parallel import compiler_options
 from dflash_jax.training.handover import Units
 from dflash_jax.training.state import Features, StepSettings, Tables, TrainState, tables_of
 from dflash_jax.training.step import Step, abstract_batch, abstract_features, abstract_state
@@ -86,7 +87,7 @@ def compile_step(
 
     def build(name: str, edge: int | None, function: Any, *arguments: Any) -> Compiled:
         start = time.perf_counter()
-        executable = function.lower(*arguments).compile()
+        executable = function.lower(*arguments).compile(compiler_options())
         compiled = Compiled(name, edge, time.perf_counter() - start, executable)
         report(compiled)
         return compiled

@@ -1,6 +1,7 @@
 """Seconds and memory of a drafter step, beside what the machine can do and what another implementation takes."""
 
 import json
+import os
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from dflash_jax.errors import UserError
 from dflash_jax.models import weights
 from dflash_jax.models.architecture import FULL, DrafterArchitecture, Rope, TargetArchitecture
 from dflash_jax.models.target import Target
-from dflash_jax.parallel import Meshes, compute_dtype, make_mesh
+from dflash_jax.parallel import Meshes, compiler_options, compute_dtype, make_mesh
 from dflash_jax.sections import DevicesSection, OptimizerSection, Remat
 from dflash_jax.training.anchors import draw_anchors, eligible_anchors
 from dflash_jax.training.flops import StepFlops, step_flops
@@ -115,8 +116,8 @@ class Subject:
         """`accumulate` and `update`, from shapes alone."""
         state = abstract_state(self.step, self.settings)
         features = abstract_features(self.step, self.settings, self.bucket)
-        accumulate = self.step.accumulate.lower(state, self._abstract_tables(), features).compile()
-        return accumulate, self.step.update.lower(state).compile()
+        accumulate = self.step.accumulate.lower(state, self._abstract_tables(), features).compile(compiler_options())
+        return accumulate, self.step.update.lower(state).compile(compiler_options())
 
     def draw(self) -> tuple[TrainState, Tables, Features]:
         """Random weights, tables and features."""
@@ -252,8 +253,9 @@ def matmul_peak(dtype: jax.typing.DTypeLike) -> float:
 
 def _other(command: Sequence[str], preset: str, steps: int) -> dict[str, float]:
     whole = [*command, "--preset", preset, "--steps", str(steps)]
+    environment = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}  # ours, see cli.py
     try:
-        done = subprocess.run(whole, capture_output=True, text=True, check=True)
+        done = subprocess.run(whole, capture_output=True, text=True, check=True, env=environment)
         found = json.loads(done.stdout.strip().splitlines()[-1])
         return {key: float(found[key]) for key in ("step_seconds_median", "step_seconds_min")}
     except OSError as error:
