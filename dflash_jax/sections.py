@@ -13,7 +13,7 @@ Loss = Literal["cross_entropy", "forward_kl", "reverse_kl", "total_variation", "
 """Of a row: against its token, or against the target's distribution at the position before."""
 Weighting = Literal["decay", "d_pace"]
 """Of the rows of a block."""
-Attention = Literal["auto", "reference", "blocked"]
+Attention = Literal["auto", "reference", "blocked", "kernel"]
 """Implementation of the drafter's attention."""
 Remat = Literal["none", "layer", "all"]
 """What a layer's backward pass makes anew: nothing; all but the attention's output; all but the layer's input."""
@@ -179,7 +179,8 @@ class TrainingSection(Section):
     d_pace_alpha: Ratio | None = None
     """Smoothing of D-PACE; absent: its paper's 0.5."""
     attention: Attention = "auto"
-    """`blocked` reads visible tiles only, `reference` makes all scores at once; auto: by size."""
+    """`blocked` reads visible tiles only, `kernel` does so in Pallas (not yet tried on hardware), `reference` makes all
+    scores at once; auto: blocked, and reference where there are few."""
     remat: Remat = "none"
     """`layer` and `all` trade recomputation for memory."""
     checkpoint_every: Count = 1000

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from dflash_jax.models.attention_kernels import kernel_attention
 from dflash_jax.models.blocked_attention import block_visible, blocked_attention
 from dflash_jax.models.causal_attention import MASKED, dot, dot_values, heads_first
 from dflash_jax.models.layers import contract
@@ -43,7 +44,8 @@ def context_and_block_attention(
         implementation = "reference" if q.shape[1] * q.shape[2] <= FEW_ROWS else "blocked"
     if implementation == "reference":
         return reference_attention(q, context_k, context_v, block_k, block_v, anchors, window=window, causal=causal)
-    function = partial(blocked_attention, window=window, causal=causal)
+    tiled = {"blocked": blocked_attention, "kernel": kernel_attention}[implementation]
+    function = partial(tiled, window=window, causal=causal)
     if jax.sharding.get_abstract_mesh().empty:
         return function(q, context_k, context_v, block_k, block_v, anchors)
     # Rows and heads are independent, and how far a tile reads is a device's own matter: no collective at all.

@@ -7,6 +7,7 @@ log-sum-exp (arXiv 2205.14135, algorithms 1 and 4).
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -52,32 +53,49 @@ def blocked_attention(
     chunk_keys: int | None = None,
 ) -> Float[Array, "batch blocks block heads head_dim"]:
     """As `block_attention.context_and_block_attention`."""
+    operands = (q, context_k, context_v, block_k, block_v, anchors)
+    return in_tiles(_attend, *operands, window, causal, tile_rows or TILE_ROWS, chunk_keys or CHUNK_KEYS)
+
+
+def in_tiles(
+    attend: Callable[..., Float[Array, "tiles kv_heads group tile block d"]],
+    q: Float[Array, "batch blocks block heads head_dim"],
+    context_k: Float[Array, "batch context kv_heads head_dim"],
+    context_v: Float[Array, "batch context kv_heads head_dim"],
+    block_k: Float[Array, "batch blocks block kv_heads head_dim"],
+    block_v: Float[Array, "batch blocks block kv_heads head_dim"],
+    anchors: Int[Array, "batch blocks"],
+    window: int | None,
+    causal: bool,
+    tile_rows: int,
+    chunk_keys: int,
+) -> Float[Array, "batch blocks block heads head_dim"]:
+    """Lay the operands out in tiles and chunks, call `attend(rule, ..)` as `_attend` is, and lay its output back."""
     batch, blocks, block, heads, head_dim = q.shape
     context, kv_heads = context_k.shape[1:3]
-    tiles = math.ceil(blocks / max(1, (tile_rows or TILE_ROWS) // block))
+    tiles = math.ceil(blocks / max(1, tile_rows // block))
     tile = math.ceil(blocks / tiles)
-    chunk = min(context, chunk_keys or CHUNK_KEYS)
-    rule = Rule(window, causal, chunk, tiles)
+    rule = Rule(window, causal, min(context, chunk_keys), tiles)
 
-    def in_tiles(x: Array) -> Array:
+    def tiled(x: Array) -> Array:
         """`[batch, blocks, block, heads, d]` -> `[batch * tiles, kv_heads, group, tile, block, d]`; zeros fill up."""
         x = jnp.pad(x, ((0, 0), (0, tiles * tile - blocks)) + ((0, 0),) * 3)
         x = x.reshape(batch, tiles, tile, block, kv_heads, -1, head_dim).transpose(0, 1, 4, 5, 2, 3, 6)
         return x.reshape(batch * tiles, *x.shape[2:])
 
-    def in_chunks(x: Array) -> Array:
+    def chunked(x: Array) -> Array:
         """`[batch, context, kv_heads, d]` -> `[batch, kv_heads, chunks * chunk, d]`; zeros fill up, seen by none."""
-        spare = math.ceil(context / chunk) * chunk - context
+        spare = math.ceil(context / rule.chunk) * rule.chunk - context
         return jnp.pad(x, ((0, 0), (0, spare), (0, 0), (0, 0))).transpose(0, 2, 1, 3)
 
     spare = ((0, 0), (0, tiles * tile - blocks))
-    out = _attend(
+    out = attend(
         rule,
-        in_tiles(q),
-        in_chunks(context_k),
-        in_chunks(context_v),
-        in_tiles(block_k)[:, :, 0],
-        in_tiles(block_v)[:, :, 0],
+        tiled(q),
+        chunked(context_k),
+        chunked(context_v),
+        tiled(block_k)[:, :, 0],
+        tiled(block_v)[:, :, 0],
         jnp.pad(anchors, spare).reshape(batch * tiles, tile),
     )
     out = out.reshape(batch, tiles, kv_heads, -1, tile, block, head_dim).transpose(0, 1, 4, 5, 2, 3, 6)

@@ -27,6 +27,9 @@ SHARES = (1, 1, 2, 2, 2, 8)
 SLOW_SINK = 0.05
 """Seconds a row."""
 
+DEVICES = 1
+"""Simulated devices. More of them on a few cores scatter more than what is measured."""
+
 WATCHED: dict[str, Any] = {"telemetry.tensorboard": True, "telemetry.wandb": "offline", "pipeline.draw": "fifo"}
 PROGRAMS: dict[str, dict[str, Any]] = {
     "on": {"metrics.blocks": 0},
@@ -62,7 +65,7 @@ def telemetry_benchmark(
     rows = folder / "rows.jsonl"
     write_skewed_rows(rows, seed=0, shares=SHARES)
     turns = Turns(rounds, steps, say)
-    config = recipe(folder / "run", rows, turns.steps, WATCHED | PROGRAMS["on"])
+    config = _recipe(folder / "run", rows, turns.steps, "on")
     with _in_turns(turns):
         train(config)
     return summarise(turns.seconds)
@@ -163,6 +166,10 @@ class SlowSink:
         pass
 
 
+def _recipe(folder: Path, rows: Path, steps: int, program: str) -> Config:
+    return recipe(folder, rows, steps, {"devices.simulate": DEVICES} | WATCHED | PROGRAMS[program])
+
+
 @contextmanager
 def _in_turns(turns: Turns) -> Iterator[None]:
     """The training loop with executables, stream and sinks that follow the turns."""
@@ -170,8 +177,8 @@ def _in_turns(turns: Turns) -> Iterator[None]:
 
     def build(config: Config, models: Models, course: Course) -> Engine:
         programs = {}
-        for name, changes in PROGRAMS.items():
-            changed = recipe(config.run.folder, Path(config.data.train), config.training.steps, WATCHED | changes)
+        for name in PROGRAMS:
+            changed = _recipe(config.run.folder, Path(config.data.train), config.training.steps, name)
             with _loss_alone() if name == "loss alone" else ExitStack():
                 engine = setup.build(changed, models, course)
             programs[name] = engine

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.models import block_attention, blocked_attention
+from dflash_jax.models import attention_kernels, block_attention, blocked_attention
 from dflash_jax.models.block_attention import context_and_block_attention, reference_attention
 from dflash_jax.parallel import mesh_of, on_mesh, sharding_of
 from tests.helpers import MESHES
@@ -52,11 +52,12 @@ def assert_close(found, expected, tolerance):
 
 @pytest.mark.parametrize("window", [None, 1, 3, 9])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("implementation", ["reference", "blocked"])
+@pytest.mark.parametrize("implementation", ["reference", "blocked", "kernel"])
 def test_against_float64(window, causal, implementation, monkeypatch):
     """Context strictly before the anchor, own block, nothing else; unsorted and equal anchors, anchor 0."""
-    monkeypatch.setattr(blocked_attention, "TILE_ROWS", 8)
-    monkeypatch.setattr(blocked_attention, "CHUNK_KEYS", 6)
+    for module in (blocked_attention, attention_kernels):
+        monkeypatch.setattr(module, "TILE_ROWS", 8)
+        monkeypatch.setattr(module, "CHUNK_KEYS", 6)
     rng = np.random.default_rng(3)
     anchors = np.array([[0, 5, 5, 19, 2, 11], [20, 1, 7, 0, 3, 13]])
     blocks, block, context = 6, 4, 20
@@ -98,26 +99,28 @@ GRID = [
 ]
 
 
+TILED = {"blocked": blocked_attention.blocked_attention, "kernel": attention_kernels.kernel_attention}
+
+
+@pytest.mark.parametrize("implementation", TILED)
 @pytest.mark.parametrize(("case", "dtype"), list(itertools.product(range(len(GRID)), ["float32", "bfloat16"])))
-def test_every_gradient(case, dtype):
-    """Blocked against the reference in float32, relative to the largest magnitude."""
+def test_every_gradient(case, dtype, implementation):
+    """Against the reference in float32, relative to the largest magnitude; kernels are interpreted."""
     context, blocks, block, (heads, kv_heads), anchors, window, causal = GRID[case]
     operands, drawn = draw(case, 2, context, blocks, block, heads, kv_heads, 16, anchors)
     direction = jnp.asarray(np.random.default_rng(case).standard_normal(operands[0].shape, np.float32))
     # What the operands are once rounded: the kernels must not add much to that.
     rounded = [x.astype(dtype) for x in operands]
 
-    def blocked(*operands):
-        return blocked_attention.blocked_attention(
-            *operands, drawn, window=window, causal=causal, tile_rows=64, chunk_keys=48
-        )
+    def tiled(*operands):
+        return TILED[implementation](*operands, drawn, window=window, causal=causal, tile_rows=64, chunk_keys=48)
 
     def oracle(*operands):
         return reference_attention(*operands, drawn, window=window, causal=causal)
 
     with jax.default_matmul_precision("highest"):
         expected = jax.jit(lambda *x: with_gradients(oracle, x, direction))(*[x.astype("float32") for x in rounded])
-        found = jax.jit(lambda *x: with_gradients(blocked, x, direction))(*rounded)
+        found = jax.jit(lambda *x: with_gradients(tiled, x, direction))(*rounded)
     assert all(x.dtype == dtype for x in found)
     assert_close(found, expected, 1e-5 if dtype == "float32" else 2e-2)
 

@@ -2,18 +2,21 @@
 
 from pathlib import Path
 
+import jax
 import pytest
 
 from dflash_jax.config import decay_gamma, load_config
 from dflash_jax.data.buckets import Bucket, make_buckets
 from dflash_jax.models import weights
 from dflash_jax.models.architecture import Rope, TargetArchitecture, check_mesh, resolve_drafter
+from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.target import Target
-from dflash_jax.parallel import Meshes, bytes_per_device, mesh_of
+from dflash_jax.parallel import Meshes, bytes_per_device, compiler_options, mesh_of
+from dflash_jax.training.anchors import Blocks
 from dflash_jax.training.compiled import compile_step
 from dflash_jax.training.optimizer import make_optimizer, make_schedule
-from dflash_jax.training.state import StepSettings
-from dflash_jax.training.step import abstract_state, make_step
+from dflash_jax.training.state import DraftSettings, StepSettings, Tables
+from dflash_jax.training.step import abstract_state, block_loss, make_step
 from tests.helpers import MEASURED
 
 QWEN3_8B = TargetArchitecture(
@@ -41,6 +44,55 @@ def recipe():
     return load_config(Path(__file__).parents[2] / "configs" / "qwen3_8b.yaml")
 
 
+def test_one_sequence_fits(recipe, record_property):
+    """Loss and gradient of one sequence on one device in float32, without the parameters' gradient: under 4 GiB."""
+    drafter = resolve_drafter(recipe.drafter, QWEN3_8B)
+    seq, anchors, block = recipe.data.max_length, recipe.training.anchors, drafter.block_size
+    graph, specs = weights.split(Drafter(drafter))
+    mesh = mesh_of((1, 1, 1))
+
+    def compiled_with(remat):
+        settings = DraftSettings(drafter=drafter, gamma=7.0, compute_dtype="float32", remat=remat)
+
+        def loss(params, tables, taps, blocks, lengths):
+            return block_loss(params, graph, tables, taps, blocks, lengths, settings)[0]
+
+        def array(*shape, dtype="float32"):
+            return jax.ShapeDtypeStruct(shape, dtype)
+
+        table = array(QWEN3_8B.vocab_size, QWEN3_8B.hidden_size)
+        offsets = (1, anchors, block - 1)
+        blocks = Blocks(
+            anchors=array(1, anchors, dtype="int32"),
+            keep=array(1, anchors, dtype="bool"),
+            tokens=array(1, anchors, block, dtype="int32"),
+            labels=array(*offsets, dtype="int32"),
+            valid=array(*offsets, dtype="bool"),
+        )
+        taps = tuple(array(1, seq, QWEN3_8B.hidden_size) for _ in drafter.target_layer_ids)
+        params = weights.abstract(specs, mesh)
+        lowered = jax.jit(jax.value_and_grad(loss)).lower(
+            params, Tables(table, table), taps, blocks, array(1, dtype="int32")
+        )
+        return lowered.compile(compiler_options())
+
+    compiled, kept = compiled_with(recipe.training.remat), compiled_with("none")
+    temporaries = compiled.memory_analysis().temp_size_in_bytes
+    rows = anchors * block
+    logits = 4 * anchors * (block - 1) * QWEN3_8B.vocab_size
+    scores = 4 * drafter.num_heads * rows * (seq + rows)
+    more = compiled.cost_analysis()["flops"] / kept.cost_analysis()["flops"] - 1
+    record_property(
+        MEASURED,
+        f"Qwen3-8B's drafter, one sequence of {seq} tokens, {anchors} blocks, float32: temporaries "
+        f"{temporaries / GIB:.2f} GiB with remat {recipe.training.remat} ({100 * more:.0f} % more operations), "
+        f"{kept.memory_analysis().temp_size_in_bytes / GIB:.2f} GiB with none; full logits would take "
+        f"{logits / GIB:.2f} GiB and as much for their gradient, dense scores {scores / GIB:.2f} GiB a layer",
+    )
+    assert temporaries < 4 * GIB
+    assert 2 * logits + scores > 20 * GIB
+
+
 def test_qwen3_8b_compiles(recipe, record_property):
     """Paper settings on the recipe's mesh; prints what a device has to hold."""
     devices = recipe.devices
@@ -63,6 +115,7 @@ def test_qwen3_8b_compiles(recipe, record_property):
         anchors=recipe.training.anchors,
         gamma=gamma,
         compute_dtype="bfloat16",
+        remat=recipe.training.remat,
         edges=(3072,),
         tree_blocks=recipe.metrics.blocks,
     )

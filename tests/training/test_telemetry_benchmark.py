@@ -45,6 +45,7 @@ def test_summary():
 def test_a_training_in_turns(tmp_path, monkeypatch):
     """Rows of watched steps only; trees only where they were looked at; monitored only where it is on."""
     slept = []
+    monkeypatch.setattr(telemetry_benchmark, "DEVICES", 8)
     monkeypatch.setattr(benchmark, "EDGES", (32,))
     monkeypatch.setattr(telemetry_benchmark, "SHARES", (16,))
     monkeypatch.setattr(telemetry_benchmark.time, "sleep", slept.append)
