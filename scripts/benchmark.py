@@ -3,7 +3,8 @@
 
 pipeline: order of the batches, draw from the pool, placement of the models. telemetry: everything watched or nothing,
 step by step.
-decode: plain, chain and tree decoding. step: the drafter step.
+decode: plain, chain and tree decoding. step: the drafter step. kernels: implementations of the drafter's attention,
+checked and timed on the accelerator at hand.
 """
 
 import argparse
@@ -45,6 +46,16 @@ def main() -> None:
     step.add_argument("--against", help="a script that times the same presets, in turn with ours")
     step.add_argument("--python", default=sys.executable, help="the interpreter that runs it (default: this one)")
     cli.add_device_arguments(step)
+    kernels = subjects.add_parser("kernels", help="the drafter's attention by each implementation: errors, seconds")
+    kernels.add_argument("--preset", choices=("small", "mid", "qwen3-8b"), default="mid", help="default mid")
+    kernels.add_argument(
+        "--implementations",
+        default="reference,blocked,kernel",
+        help="separated by commas (default: all; on a CPU `kernel` is interpreted, which takes minutes)",
+    )
+    kernels.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default float32")
+    kernels.add_argument("--window", type=cli.positive, help="tokens that a row sees back (default: all)")
+    kernels.add_argument("--rounds", type=cli.positive, default=5, help="how often each runs (default 5)")
     arguments = parser.parse_args()
 
     run = {"pipeline": run_pipeline, "telemetry": run_telemetry, "decode": run_decode, "step": run_step}[
@@ -97,6 +108,18 @@ def run_step(arguments: argparse.Namespace, folder: Path, say: Callable[[str], N
     against = [arguments.python, arguments.against] if arguments.against else None
     section = cli.device_section(arguments)
     return step_benchmark(arguments.preset, section, arguments.steps, arguments.rounds, against, say)
+
+
+def run_kernels(arguments: argparse.Namespace, folder: Path, say: Callable[[str], None]) -> dict:
+    from dflash_jax.errors import UserError
+    from dflash_jax.training.kernel_benchmark import kernel_benchmark
+
+    known = ("reference", "blocked", "kernel")
+    names = arguments.implementations.split(",")
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise UserError(f"--implementations: there is no {unknown[0]}; there are {', '.join(known)}")
+    return kernel_benchmark(arguments.preset, names, arguments.dtype, arguments.rounds, arguments.window, say)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ The target's tapped features enter as extra keys and values of every layer. Embe
 target's own. Attribute names equal the published checkpoint's.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,9 @@ from dflash_jax.models.vocabulary import embed
 from dflash_jax.models.weights import Params, weight
 from dflash_jax.parallel import constrain
 from dflash_jax.sections import Attention, Remat
+
+MLP_ROWS = 1024
+"""Rows of a sequence whose MLP activations exist at a time where they are made anew in the backward pass."""
 
 
 class Fusion(nnx.Module):
@@ -101,9 +105,16 @@ class DrafterBlock(nnx.Module):
         context: tuple[Array, Array],
         anchors: Array,
         implementation: Attention,
+        in_parts: bool,
     ) -> Array:
+        """`in_parts`: the MLP takes some rows after the other, so that few of its wide activations exist at a time."""
         x = x + self.self_attn(self.input_layernorm(x), rotary, context, anchors, implementation)
-        x = x + self.mlp(self.post_attention_layernorm(x))
+        mlp = self.mlp.gathered() if in_parts else self.mlp
+
+        def feed(x: Array) -> Array:
+            return x + mlp(self.post_attention_layernorm(x))
+
+        x = by_blocks(jax.checkpoint(feed), x) if in_parts else feed(x)
         return constrain(x, "batch", None, None, None)
 
 
@@ -156,7 +167,7 @@ class Drafter(nnx.Module):
         for layer, keys_values in zip(self.layers, context, strict=True):
 
             def run(x: Array, keys_values: tuple[Array, Array], layer: DrafterBlock = layer) -> Array:
-                return layer(x, rotary, keys_values, anchors, attention)
+                return layer(x, rotary, keys_values, anchors, attention, remat != "none")
 
             x = rematerialised(run, remat)(x, keys_values)
         return self.norm(x)
@@ -166,6 +177,18 @@ class Drafter(nnx.Module):
     ) -> Float[Array, "*batch vocab"]:
         """float32 draft logits through the target's projection."""
         return scale_logits(matmul(hidden, projection, jnp.float32), self.arch)
+
+
+def by_blocks(
+    function: Callable[[Array], Array], x: Float[Array, "batch blocks block hidden"]
+) -> Float[Array, "batch blocks block hidden"]:
+    """A function of rows, over about `MLP_ROWS` rows of each sequence at a time."""
+    batch, blocks, *row = x.shape
+    parts = math.ceil(blocks * row[0] / MLP_ROWS)
+    part = math.ceil(blocks / parts)
+    x = jnp.pad(x, ((0, 0), (0, parts * part - blocks), (0, 0), (0, 0)))
+    x = jnp.moveaxis(x.reshape(batch, parts, part, *row), 1, 0)
+    return jnp.moveaxis(jax.lax.map(function, x), 0, 1).reshape(batch, parts * part, *row)[:, :blocks]
 
 
 def rematerialised(layer: Callable[..., Array], remat: Remat) -> Callable[..., Array]:

@@ -4,6 +4,8 @@ Matrices are `[out, in]` and multiply from the right as `x @ W.T`. Norms, rotary
 matmuls run in the dtype of their left operand.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.models.architecture import Rope
 from dflash_jax.models.weights import ones, weight, zeros
+from dflash_jax.parallel import constrain
 
 
 def matmul(
@@ -76,6 +79,12 @@ class GatedMLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "*batch hidden"]) -> Float[Array, "*batch hidden"]:
         return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+    def gathered(self) -> Callable[[Array], Array]:
+        """The same function with its weights gathered over `fsdp` once, for a loop that would do so in each pass."""
+        gate, up = (constrain(linear.weight[...], "mlp", None) for linear in (self.gate_proj, self.up_proj))
+        down = constrain(self.down_proj.weight[...], None, "mlp")
+        return lambda x: matmul(jax.nn.silu(matmul(x, gate)) * matmul(x, up), down)
 
 
 def rotary_frequencies(rope: Rope, head_dim: int) -> np.ndarray:

@@ -18,6 +18,8 @@ class StepFlops:
     attention: int
     projection: int
     """The vocabulary projection, whose weight has no gradient."""
+    recomputed: int
+    """What `remat: layer` does once more: projections and MLPs of the block rows. Not in the total."""
 
     @property
     def total(self) -> int:
@@ -43,4 +45,5 @@ def step_flops(arch: DrafterArchitecture, vocab: int, tokens: int, blocks: int, 
         linear=2 * (3 * arch.num_layers * (of_rows + of_context) + 2 * fusion),
         attention=2 * 3 * arch.num_layers * 2 * scores * inner,
         projection=2 * 2 * labels * hidden * vocab,
+        recomputed=2 * arch.num_layers * of_rows,
     )
