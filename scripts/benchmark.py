@@ -58,9 +58,8 @@ def main() -> None:
     kernels.add_argument("--rounds", type=cli.positive, default=5, help="how often each runs (default 5)")
     arguments = parser.parse_args()
 
-    run = {"pipeline": run_pipeline, "telemetry": run_telemetry, "decode": run_decode, "step": run_step}[
-        arguments.subject
-    ]
+    runs = (run_pipeline, run_telemetry, run_decode, run_step, run_kernels)
+    run = {function.__name__.removeprefix("run_"): function for function in runs}[arguments.subject]
     with tempfile.TemporaryDirectory() as folder:
         report = run(arguments, Path(folder), lambda text: print(text, file=sys.stderr))
     print(json.dumps(report, indent=2))

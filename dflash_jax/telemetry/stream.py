@@ -106,20 +106,22 @@ class MetricStream:
         sinks: Sequence[Sink],
         log_every: int = 1,
         window: Callable[[], Row] | None = None,
+        derive: Callable[[Row], Row] | None = None,
         render: Callable[[int, Row], Row] | None = None,
         observe: Callable[[int, Row, Row], Sequence[Callable[[], None]]] | None = None,
     ):
-        """All three are called on the reader's thread.
+        """All four are called on the reader's thread.
 
         Args:
             window: gives further fields when a row is made.
+            derive: gives fields that follow from those of the row.
             render: turns a logged step's values into its fields; without it each value becomes a number or a list.
             observe: sees step, values and known fields of every step, logged or not; gives what is to be done about
                 them, on the sinks' thread.
         """
         self._render = render or (lambda step, values: {name: value.tolist() for name, value in values.items()})
         self._observe = observe
-        self._window = window or dict
+        self._window, self._derive = window or dict, derive or (lambda row: {})
         self._outlets = [Outlet(sink) for sink in sinks]
         self._log_every = log_every
         self._arriving: queue.Queue[tuple[int, dict[str, Leaf], Row] | None] = queue.Queue()
@@ -209,7 +211,7 @@ class MetricStream:
             row["step_seconds"] = seconds / steps
             row["tokens_per_second"] = tokens / max(seconds, 1e-9)
             row |= self._window()
-            self._rows.put(row)
+            self._rows.put(row | self._derive(row))
             steps, tokens, seconds = 0, 0, 0.0
         self._since_log = (steps, tokens, seconds)
 

@@ -6,7 +6,7 @@ peak is a measure of the implementation.
 
 from dataclasses import dataclass
 
-from dflash_jax.models.architecture import DrafterArchitecture
+from dflash_jax.models.architecture import DrafterArchitecture, TargetArchitecture
 
 
 @dataclass(frozen=True)
@@ -47,3 +47,10 @@ def step_flops(arch: DrafterArchitecture, vocab: int, tokens: int, blocks: int, 
         projection=2 * 2 * labels * hidden * vocab,
         recomputed=2 * arch.num_layers * of_rows,
     )
+
+
+def target_flops(arch: TargetArchitecture, layers: int, tokens: int, length: int) -> int:
+    """Forward through so many layers of the target, `tokens` in rows of that padded length."""
+    inner, kv_inner = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+    linear = arch.hidden_size * (2 * inner + 2 * kv_inner + 3 * arch.intermediate_size)
+    return 2 * layers * tokens * (linear + 2 * inner * length // 2)

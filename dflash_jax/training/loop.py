@@ -36,6 +36,7 @@ from dflash_jax.training.run_folder import RunFolder
 from dflash_jax.training.setup import build, describe_models, lay_out, resolved
 from dflash_jax.training.signals import stop_on_signals
 from dflash_jax.training.step import abstract_state, module_names
+from dflash_jax.training.utilisation import Utilisation
 from dflash_jax.training.watch import HealthWatch, severe_steps
 
 
@@ -136,6 +137,7 @@ def _train(config: Config, resume: bool) -> Summary | Rollback:
             sinks,
             config.telemetry.log_every,
             window=stages.take,
+            derive=Utilisation.of(engine.settings, meshes),
             render=rows,
             observe=observe,
         )
