@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from dflash_jax.config import Config, decay_gamma, dump_config, load_config
+from dflash_jax.config import Config, d_pace_alpha, decay_gamma, dump_config, load_config
 from dflash_jax.errors import UserError
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
@@ -113,6 +113,24 @@ class TestValues:
         with pytest.raises(UserError, match=r"loss_decay_gamma: .* block sizes 8, 10, 16 only; .*block_size 12"):
             decay_gamma(load().training, 12)
         assert decay_gamma(load("training.loss_decay_gamma=3").training, 12) == 3.0
+
+    def test_d_pace_has_no_gamma(self, load):
+        training = load("training.position_weights=d_pace").training
+        assert decay_gamma(training, 12) is None
+        assert d_pace_alpha(training) == 0.5
+        assert d_pace_alpha(load("training.position_weights=d_pace", "training.d_pace_alpha=0").training) == 0.0
+
+    @pytest.mark.parametrize(
+        ("overrides", "message"),
+        [
+            (["training.position_weights=d_pace", "training.loss_decay_gamma=4"], "loss_decay_gamma has no meaning"),
+            (["training.d_pace_alpha=0.3"], "d_pace_alpha has no meaning with position_weights: decay"),
+        ],
+        ids=["gamma", "alpha"],
+    )
+    def test_weights_that_are_not_used(self, load, overrides, message):
+        with pytest.raises(UserError, match=message):
+            load(*overrides)
 
 
 class TestRoundTrip:

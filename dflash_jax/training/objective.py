@@ -211,7 +211,7 @@ def _divergence(
     def total(x: Array) -> Array:
         return axes.sum(x.sum(axis=-1))
 
-    def throughsoftmax(g: Array) -> Array:
+    def through_softmax(g: Array) -> Array:
         return q * (g - total(q * g)[:, None])
 
     if loss == "forward_kl":
@@ -220,6 +220,6 @@ def _divergence(
         value = total(q * log_ratio)
         return value, q * (log_ratio - value[:, None])
     if loss == "total_variation":
-        return 0.5 * total(jnp.abs(p - q)), throughsoftmax(0.5 * jnp.sign(q - p))
+        return 0.5 * total(jnp.abs(p - q)), through_softmax(0.5 * jnp.sign(q - p))
     accepted = total(jnp.minimum(p, q))
-    return -jnp.log(accepted), -throughsoftmax((q < p).astype(jnp.float32)) / accepted[:, None]
+    return -jnp.log(accepted), -through_softmax((q < p).astype(jnp.float32)) / accepted[:, None]

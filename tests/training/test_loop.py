@@ -129,6 +129,29 @@ def test_run_folder(workspace):
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {"5", "10", "14"}
 
 
+def test_another_objective(workspace):
+    """The target's distribution as label, D-PACE, layers made anew: trained, evaluated, and kept by a resumed run."""
+    changes = (
+        *("training.loss=lk", "training.position_weights=d_pace", "training.loss_decay_gamma=null"),
+        *("training.remat=layer", "training.attention=blocked", "training.steps=6"),
+        *("evaluation.prompts=embedded:quickstart/heldout.jsonl", "evaluation.limit=8", "evaluation.max_new_tokens=16"),
+    )
+    folder = workspace / "lk"
+    summary = train(recipe(folder, *changes))
+    rows = rows_of(folder)
+    steps = [row for row in rows if "loss" in row]
+    assert len(steps) == 6
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    # At first a random drafter: -log of the mass that it shares with the target, of 15 labels a block at most.
+    plain = rows_of(workspace / "whole")[0]
+    assert steps[0]["anchors"] == plain["anchors"]
+    assert steps[0]["loss"] != pytest.approx(plain["loss"], rel=1e-3)
+    assert summary.after.lossless
+    assert rows[-1]["heldout/loss"] > 0
+    with pytest.raises(UserError, match="training.loss was 'lk' and is 'cross_entropy'; a resumed run must keep it"):
+        train(recipe(folder, *changes, "training.loss=cross_entropy", "training.steps=8"), resume=True)
+
+
 @pytest.mark.parametrize("step", [5, 8], ids=["at a checkpoint", "between checkpoints"])
 def test_resume_equals_uninterrupted(workspace, step, monkeypatch):
     """Losses, norms and all other values from there on are equal bit for bit; nothing is written twice."""

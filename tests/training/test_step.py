@@ -50,9 +50,9 @@ def random_rows(seed, rows=ROWS):
     return Batch(tokens, mask, lengths, np.arange(rows, dtype=np.int32), np.int32(2))
 
 
-def run(mesh_shape, accumulation, steps=2):
+def run(mesh_shape, accumulation, steps=2, **changes):
     """Losses, norms, accuracies and final weights of a few steps."""
-    meshes, settings = colocated(mesh_shape), make_settings()
+    meshes, settings = colocated(mesh_shape), replace(make_settings(), **changes)
     if accumulation > 1:  # of smaller batches other blocks would be looked at
         settings = replace(settings, tree_blocks=0)
     step = make_step(settings, meshes)
@@ -87,7 +87,20 @@ def reference():
     ids=str,
 )
 def test_mesh_and_accumulation_change_nothing(mesh_shape, accumulation, reference):
-    history, params, _ = run(mesh_shape, accumulation)
+    assert_equal_runs(run(mesh_shape, accumulation), reference)
+
+
+@pytest.mark.parametrize("loss", ["forward_kl", "lk"])
+def test_mesh_and_recomputation_change_nothing_of_another_objective(loss):
+    """The target's distribution as label, weights by D-PACE, tiles instead of a dense mask."""
+    objective = {"loss": loss, "weighting": "d_pace", "attention": "blocked", "anchors": 12}
+    reference = run((1, 1, 1), 1, **objective | {"attention": "reference"})
+    assert_equal_runs(run((2, 2, 2), 1, **objective, remat="layer"), reference)
+    assert_equal_runs(run((1, 4, 2), 1, **objective, remat="all"), reference)
+
+
+def assert_equal_runs(found, reference):
+    history, params, _ = found
     for actual, expected in zip(history, reference[0], strict=True):
         assert all(name in actual or name.startswith("ddtree_accept@") for name in expected)
         assert expected["anchors"] > 20
