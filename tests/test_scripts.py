@@ -465,6 +465,35 @@ def test_benchmark_of_an_unknown_setting(error_of):
     assert "there is no imaginary; there are interleave, interleave+deficit" in line
 
 
+def test_benchmark_of_kernels(call, error_of):
+    line = error_of("benchmark", "kernels", "--implementations", "blocked,fastest")
+    assert "--implementations: there is no fastest; there are reference, blocked, kernel" in line
+    code, out, _ = call(
+        *("benchmark", "kernels", "--preset", "small", "--rounds", 1, "--implementations", "reference,blocked")
+    )
+    assert code == 0
+    report = json.loads(out)
+    assert report.keys() == {"reference", "blocked"}
+    assert max(report["blocked"]["errors"].values()) < 1e-5
+    assert report["blocked"]["gradient_seconds"] > 0
+
+
+def test_benchmark_of_a_step(call, error_of, tmp_path):
+    """Beside another program, which must print what a step took."""
+    other = tmp_path / "other.py"
+    other.write_text('print(\'{"step_seconds_median": 1.0, "step_seconds_min": 0.5}\')')
+    arguments = ("benchmark", "step", "--preset", "small", "--steps", 1, "--rounds", 1, "--against", other)
+    code, out, _ = call(*arguments)
+    assert code == 0
+    report = json.loads(out)
+    assert report["ratio"] == pytest.approx(report["step_seconds_median"], rel=1e-2)
+    assert report["against_seconds_min"] == 0.5
+    assert report["flops"] > 1e9
+    assert report["temporary_bytes"]["accumulate"] > 0
+    other.write_text("print('nothing')")
+    assert "prints no JSON object with the seconds of a step" in error_of(*arguments)
+
+
 def test_benchmark_of_one_setting(call):
     """One step of the skewed corpus: eight batches of six buckets, of which the drafter consumes the planned share."""
     code, out, err = call("benchmark", "pipeline", "--settings", "interleave+deficit", "--steps", "2")

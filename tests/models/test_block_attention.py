@@ -102,9 +102,15 @@ GRID = [
 TILED = {"blocked": blocked_attention.blocked_attention, "kernel": attention_kernels.kernel_attention}
 
 
-@pytest.mark.parametrize("implementation", TILED)
-@pytest.mark.parametrize(("case", "dtype"), list(itertools.product(range(len(GRID)), ["float32", "bfloat16"])))
-def test_every_gradient(case, dtype, implementation):
+CASES = [
+    *itertools.product(["blocked"], range(len(GRID)), ["float32", "bfloat16"]),
+    *itertools.product(["kernel"], range(len(GRID)), ["float32"]),
+    *itertools.product(["kernel"], (1, 4, 6), ["bfloat16"]),
+]
+
+
+@pytest.mark.parametrize(("implementation", "case", "dtype"), CASES)
+def test_every_gradient(implementation, case, dtype):
     """Against the reference in float32, relative to the largest magnitude; kernels are interpreted."""
     context, blocks, block, (heads, kv_heads), anchors, window, causal = GRID[case]
     operands, drawn = draw(case, 2, context, blocks, block, heads, kv_heads, 16, anchors)

@@ -148,7 +148,7 @@ def test_another_objective(workspace):
     assert steps[0]["loss"] != pytest.approx(plain["loss"], rel=1e-3)
     assert summary.after.lossless
     assert rows[-1]["heldout/loss"] > 0
-    with pytest.raises(UserError, match="training.loss was 'lk' and is 'cross_entropy'; a resumed run must keep it"):
+    with pytest.raises(UserError, match=r"training\.loss was 'lk' and is 'cross_entropy'; a resumed run must keep it"):
         train(recipe(folder, *changes, "training.loss=cross_entropy", "training.steps=8"), resume=True)
 
 

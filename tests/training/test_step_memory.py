@@ -73,7 +73,7 @@ def test_no_dense_array(loss):
     assert max(whole) >= dense
 
 
-@pytest.mark.parametrize("mesh_shape", [(2, 2, 2), (1, 4, 2), (1, 8, 1), (4, 1, 2)], ids=str)
+@pytest.mark.parametrize("mesh_shape", [(2, 2, 2), (1, 8, 1)], ids=str)
 @pytest.mark.parametrize("changes", [{}, {"loss": "lk"}, {"tree_blocks": 8}], ids=["tokens", "distribution", "trees"])
 def test_the_vocabulary_is_not_gathered(mesh_shape, changes):
     """Each device keeps to its slice of the tables and of the logits."""
