@@ -30,7 +30,7 @@ ALLOCATOR = ":".join(
     f"glibc.malloc.{name}" for name in ("hugetlb=1", "mmap_max=0", "trim_threshold=1000000000000", "arena_max=1")
 )
 """Keep freed memory, in huge pages."""
-ACCELERATORS = ("nvidia[0-9]*", "accel[0-9]*", "vfio/[0-9]*")
+ACCELERATORS = ("nvidia[0-9]*", "kfd", "dxg", "accel[0-9]*", "vfio/[0-9]*")
 """What the devices of GPUs and TPUs are called under `/dev`."""
 
 EXIT_USER_ERROR = 2

@@ -67,7 +67,7 @@ def main() -> None:
 
 def run_pipeline(arguments: argparse.Namespace, folder: Path, say: Callable[[str], None]) -> dict:
     from dflash_jax.errors import UserError
-    from dflash_jax.training.benchmark import SETTINGS, pipeline_benchmark
+    from dflash_jax.training.pipeline_benchmark import SETTINGS, pipeline_benchmark
 
     names = arguments.settings.split(",") if arguments.settings else list(SETTINGS)
     unknown = [name for name in names if name not in SETTINGS]

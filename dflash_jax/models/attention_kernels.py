@@ -1,9 +1,9 @@
-"""DFlash attention as Pallas kernels, for GPUs (Triton) and TPUs (Mosaic), over the tiles of `blocked_attention`.
+"""DFlash attention as Pallas kernels over the tiles of `blocked_attention`; so far run in interpret mode only.
 
 One program a tile and key head makes the output, and in the backward pass the gradients of the tile's own operands; one
 program a chunk of context keys makes the gradients of that chunk, from the tiles that see it. Scores never leave the
-chip. Where the kernels were not run on the hardware itself nothing chooses them by itself; on a CPU they are
-interpreted, which is for tests.
+chip. Written for Triton first: Mosaic would want the spans of `_keys_kernel` in SMEM. Nothing chooses the kernels by
+itself; on a CPU they are interpreted, which is for tests.
 """
 
 from functools import partial
@@ -36,7 +36,10 @@ def kernel_attention(
     tile_rows: int | None = None,
     chunk_keys: int | None = None,
 ) -> Float[Array, "batch blocks block heads head_dim"]:
-    """As `block_attention.context_and_block_attention`. Triton wants powers of two for block, group and head size."""
+    """As `block_attention.context_and_block_attention`.
+
+    Triton wants powers of two for block, blocks a tile, query heads of a key head, and head size.
+    """
     operands = (q, context_k, context_v, block_k, block_v, anchors)
     return in_tiles(_attend, *operands, window, causal, tile_rows or TILE_ROWS, chunk_keys or CHUNK_KEYS)
 

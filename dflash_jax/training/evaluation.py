@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from dflash_jax.cli import Progress
-from dflash_jax.config import PAPER_DECAY_GAMMA
+from dflash_jax.config import PAPER_DECAY_GAMMA, d_pace_alpha
 from dflash_jax.data.chat import ChatTokenizer
 from dflash_jax.data.conversations import read_prompts
 from dflash_jax.decoding.budget import measure_budgets
@@ -20,12 +20,12 @@ from dflash_jax.decoding.prompts import batch_prompts, encode_prompts
 from dflash_jax.decoding.sampling import Sampling
 from dflash_jax.decoding.speculative import CHAIN, Method
 from dflash_jax.models import weights
-from dflash_jax.models.architecture import check_mesh, check_pair
+from dflash_jax.models.architecture import DrafterArchitecture, check_mesh, check_pair
 from dflash_jax.models.drafter import Drafter, TrainedDrafter
 from dflash_jax.models.huggingface import embedded_path, load_target, read_target_architecture, resolve_folder
 from dflash_jax.models.target import FrozenTarget
 from dflash_jax.parallel import compute_dtype, make_mesh
-from dflash_jax.sections import DevicesSection, EvaluationSection, MetricsSection
+from dflash_jax.sections import DevicesSection, EvaluationSection, MetricsSection, TrainingSection
 from dflash_jax.training.checkpoint import Position
 from dflash_jax.training.export import open_drafter
 from dflash_jax.training.heldout import HeldOut
@@ -66,18 +66,13 @@ class Subjects:
     drafter: TrainedDrafter
     names: dict[str, list[str | int]]
     encoded: dict[str, list[list[int]]]
-    gamma: float
-    compute_dtype: jax.typing.DTypeLike
+    layout: DraftSettings
+    """The run's objective, for the same answers in the training layout."""
     warnings: tuple[str, ...]
 
     def evaluator(self, file: str, settings: EvaluationSettings, advance: Callable[[int], None]) -> Evaluator:
         """Of one file of prompts."""
-        layout = DraftSettings(
-            drafter=self.drafter.arch,
-            gamma=self.gamma,
-            compute_dtype=self.compute_dtype,
-            tree_blocks=settings.tree_blocks,
-        )
+        layout = replace(self.layout, tree_blocks=settings.tree_blocks)
         return Evaluator(
             self.target,
             self.drafter.graph,
@@ -131,8 +126,7 @@ def open_subjects(
         drafter=opened,
         names={name: [conversation.id for conversation in found] for name, found in files.items()},
         encoded=encoded,
-        gamma=_gamma(position, opened.arch.block_size),
-        compute_dtype=dtype,
+        layout=_layout(position, opened.arch, dtype),
         warnings=tuple(warnings),
     )
 
@@ -178,7 +172,18 @@ def _measured(subjects: Subjects, settings: EvaluationSettings) -> Method:
     return replace(method, budget=best.budget)
 
 
-def _gamma(position: Position | None, block_size: int) -> float:
-    """The run's; else the paper's; where that has none for this block size, every offset weighs the same."""
-    given = position.config["training"]["loss_decay_gamma"] if position else None
-    return given or PAPER_DECAY_GAMMA.get(block_size, math.inf)
+def _layout(position: Position | None, arch: DrafterArchitecture, dtype: jax.typing.DTypeLike) -> DraftSettings:
+    """With the objective of the drafter's run.
+
+    Without a run: cross-entropy by the paper's decay; where that has none for the block size, all offsets weigh the
+    same.
+    """
+    training = TrainingSection.model_validate(position.config["training"]) if position else TrainingSection(steps=0)
+    return DraftSettings(
+        drafter=arch,
+        gamma=training.loss_decay_gamma or PAPER_DECAY_GAMMA.get(arch.block_size, math.inf),
+        compute_dtype=dtype,
+        loss=training.loss,
+        weighting=training.position_weights,
+        d_pace_alpha=d_pace_alpha(training),
+    )

@@ -1,5 +1,7 @@
 """What a recipe means for these devices, this target and this data, and what a resumed run must keep."""
 
+from typing import Any
+
 import jax
 import numpy as np
 
@@ -77,7 +79,12 @@ def check_resumable(config: Config, position: Position, dtype: str, meshes: Mesh
         "noise": sorted(now["noise"]),
         "health": ["enabled", "baseline_steps"],
     }
-    values = [(f"{name}.{key}", then[name].get(key), now[name][key]) for name, keys in fixed.items() for key in keys]
+
+    def before(name: str, key: str) -> Any:
+        """The run's value; of a key that was added since it began, the one that means what was done then."""
+        return then[name].get(key, type(getattr(config, name)).model_fields[key].default)
+
+    values = [(f"{name}.{key}", before(name, key), now[name][key]) for name, keys in fixed.items() for key in keys]
     values.append(("devices.compute_dtype", position.compute_dtype, dtype))
     for key, old, new in values:
         if old != new:

@@ -16,9 +16,9 @@ from dflash_jax.sections import MetricsSection
 from dflash_jax.telemetry.drafting import DraftingSums
 from dflash_jax.telemetry.stream import MetricStream, Row
 from dflash_jax.training import loop, setup, step
-from dflash_jax.training.benchmark import recipe, write_skewed_rows
 from dflash_jax.training.compiled import CompiledStep
 from dflash_jax.training.loop import train
+from dflash_jax.training.pipeline_benchmark import recipe, write_skewed_rows
 from dflash_jax.training.setup import Course, Engine, Models
 from dflash_jax.training.state import Features, Tables, TrainState
 

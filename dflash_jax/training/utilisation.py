@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import jax.numpy as jnp
+
 from dflash_jax.parallel import Meshes
 from dflash_jax.telemetry.stream import Row
 from dflash_jax.training.flops import step_flops, target_flops
@@ -35,11 +37,16 @@ class Utilisation:
     @classmethod
     def of(cls, settings: StepSettings, meshes: Meshes) -> "Utilisation":
         devices = {*meshes.target.devices.flat, *meshes.drafter.devices.flat}
-        peaks = [peak_of(device.device_kind) for device in devices]
+        known = jnp.dtype(settings.compute_dtype) == jnp.bfloat16
+        peaks = [peak_of(device.device_kind) if known else None for device in devices]
         return cls(settings, None if None in peaks else sum(peaks))
 
     def __call__(self, row: Row) -> Row:
-        """`model_flops_utilisation` where the devices are known. A block is taken to see half of its padded row."""
+        """`model_flops_utilisation` where the devices are known and compute in bfloat16.
+
+        The operations are those of the logged step, the seconds a mean since the row before. A block is taken to see
+        half of its padded row.
+        """
         if self.peak is None:
             return {}
         settings, total = self.settings, 0

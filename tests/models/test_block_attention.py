@@ -1,6 +1,7 @@
 """Every implementation of the drafter's attention against a dense softmax in float64: output and all gradients."""
 
 import itertools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -131,8 +132,10 @@ def test_every_gradient(implementation, case, dtype):
     assert_close(found, expected, 1e-5 if dtype == "float32" else 2e-2)
 
 
-@pytest.mark.parametrize("mesh_shape", MESHES[1:], ids=str)
-def test_mesh(mesh_shape):
+@pytest.mark.parametrize(
+    ("mesh_shape", "implementation"), [*((shape, "auto") for shape in MESHES[1:]), ((2, 2, 2), "kernel")], ids=str
+)
+def test_mesh(mesh_shape, implementation):
     """Rows and heads on their devices; no collective is needed."""
     mesh = mesh_of(mesh_shape)
     operands, drawn = draw(0, 8, 64, 40, 4, 4, 4, 8, "sorted")
@@ -142,7 +145,8 @@ def test_mesh(mesh_shape):
     anchors = jax.device_put(drawn, sharding_of(mesh, "batch", None))
 
     def attend(anchors, *operands):
-        return with_gradients(lambda *x: context_and_block_attention(*x, anchors), operands, direction)
+        function = partial(context_and_block_attention, anchors=anchors, implementation=implementation)
+        return with_gradients(function, operands, direction)
 
     compiled = jax.jit(on_mesh(mesh, attend)).lower(anchors, *placed).compile()
     expected = with_gradients(lambda *x: reference_attention(*x, drawn), operands, direction)

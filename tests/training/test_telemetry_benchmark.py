@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from dflash_jax.telemetry.drafting import drafting_metrics
-from dflash_jax.training import benchmark, step, telemetry_benchmark
+from dflash_jax.training import pipeline_benchmark, step, telemetry_benchmark
 from dflash_jax.training.telemetry_benchmark import ARMS, Turns, summarise
 
 
@@ -46,7 +46,7 @@ def test_a_training_in_turns(tmp_path, monkeypatch):
     """Rows of watched steps only; trees only where they were looked at; monitored only where it is on."""
     slept = []
     monkeypatch.setattr(telemetry_benchmark, "DEVICES", 8)
-    monkeypatch.setattr(benchmark, "EDGES", (32,))
+    monkeypatch.setattr(pipeline_benchmark, "EDGES", (32,))
     monkeypatch.setattr(telemetry_benchmark, "SHARES", (16,))
     monkeypatch.setattr(telemetry_benchmark.time, "sleep", slept.append)
     report = telemetry_benchmark.telemetry_benchmark(1, 2, tmp_path)
