@@ -1,5 +1,6 @@
 """Eight simulated devices, silent rank promotion off, and shapes checked against their annotations."""
 
+import gc
 import os
 import tempfile
 
@@ -24,6 +25,14 @@ import pytest
 from dflash_jax.data.chat import ChatTokenizer
 from tests.fixtures import save_chat_target, save_tokenizer
 from tests.helpers import MEASURED
+
+
+@pytest.fixture(scope="module", autouse=True)
+def executables_are_dropped():
+    """Those that a file of tests leaves in JAX's caches. Each has memory mappings, of which a process has 65530."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="session")

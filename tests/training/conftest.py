@@ -7,6 +7,9 @@ import pytest
 from dflash_jax.training import loop, replay, setup
 from tests.training.test_loop import recipe
 
+KEPT = 3
+"""Executables of so many recipes are kept for the next run."""
+
 
 @pytest.fixture(scope="session")
 def workspace(tmp_path_factory):
@@ -22,7 +25,10 @@ def workspace(tmp_path_factory):
 
 @pytest.fixture(scope="session", autouse=True)
 def executables_are_shared():
-    """Runs with the same executables take those of the first: tracing and lowering is half of a short run's time."""
+    """Runs with the same executables take those of the first: tracing and lowering is half of a short run's time.
+
+    Few are kept: a run's executables take thousands of memory mappings, and a process has 65530.
+    """
     engines = {}
 
     def build(config, models, course):
@@ -32,9 +38,11 @@ def executables_are_shared():
         for key in ("checkpoint_every", "keep_checkpoints"):
             del tree["training"][key]
         key = (json.dumps(tree), course.buckets, course.steps, course.position.baseline_steps, models.meshes)
-        if key not in engines:
-            engines[key] = setup.build(config, models, course)
-        return engines[key]
+        engine = engines.pop(key, None) or setup.build(config, models, course)
+        engines[key] = engine  # the last one used stands last
+        if len(engines) > KEPT:
+            del engines[next(iter(engines))]
+        return engine
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "build", build)
