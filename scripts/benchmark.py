@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 from dflash_jax import cli
 
@@ -111,9 +112,10 @@ def run_step(arguments: argparse.Namespace, folder: Path, say: Callable[[str], N
 
 def run_kernels(arguments: argparse.Namespace, folder: Path, say: Callable[[str], None]) -> dict:
     from dflash_jax.errors import UserError
+    from dflash_jax.sections import Attention
     from dflash_jax.training.kernel_benchmark import kernel_benchmark
 
-    known = ("reference", "blocked", "kernel")
+    known = [name for name in get_args(Attention) if name != "auto"]
     names = arguments.implementations.split(",")
     unknown = [name for name in names if name not in known]
     if unknown:

@@ -94,7 +94,7 @@ def _attend_backward(rule: Rule, kept: tuple[Array, ...], out_gradient: Array) -
     def all_tiles(x: Array) -> pl.BlockSpec:
         return pl.BlockSpec((1, x.shape[1], 1, *x.shape[3:]), lambda b, k, c: (b, 0, k, 0, 0))
 
-    spans = _tiles_that_see(rule, anchors, call.block, chunks)
+    spans = _tiles_that_see(rule, anchors, chunks)
     read = [by_sequence(x) for x in (rows, gradient, normaliser, shared)]
     sequence_ends = by_sequence(ends)
     k_gradient, v_gradient = pl.pallas_call(
@@ -236,11 +236,9 @@ def _weights_and_scores(
     return weights.astype(q.dtype), scores.astype(q.dtype)
 
 
-def _tiles_that_see(
-    rule: Rule, anchors: Int[Array, "tiles tile"], block: int, chunks: int
-) -> Int[Array, "batch chunks 2"]:
+def _tiles_that_see(rule: Rule, anchors: Int[Array, "tiles tile"], chunks: int) -> Int[Array, "batch chunks 2"]:
     """The first tile of a sequence that reads each chunk, and the one behind the last."""
-    first, last = (x.reshape(-1, 1, rule.sequence_tiles) for x in chunk_range(rule, anchors, block))
+    first, last = (x.reshape(-1, 1, rule.sequence_tiles) for x in chunk_range(rule, anchors))
     chunk = jnp.arange(chunks)[None, :, None]
     reads = (first <= chunk) & (chunk < last)
     behind = rule.sequence_tiles - jnp.argmax(reads[..., ::-1], axis=-1)

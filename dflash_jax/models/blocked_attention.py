@@ -102,9 +102,7 @@ def in_tiles(
     return out.reshape(batch, tiles * tile, block, heads, head_dim)[:, :blocks]
 
 
-def chunk_range(
-    rule: Rule, anchors: Int[Array, "tiles tile"], block: int
-) -> tuple[Int[Array, "tiles"], Int[Array, "tiles"]]:
+def chunk_range(rule: Rule, anchors: Int[Array, "tiles tile"]) -> tuple[Int[Array, "tiles"], Int[Array, "tiles"]]:
     """The first chunk that a tile reads, and the one behind the last."""
     last = -(-anchors.max(axis=1) // rule.chunk)
     if rule.window is None:
@@ -160,7 +158,7 @@ def _forward(
         return None, ((sums / total[..., None]).astype(q.dtype), top + jnp.log(total))
 
     state = (top.reshape(rows), weights.sum(axis=-1).reshape(rows), sums.reshape(*rows, q.shape[-1]))
-    tiles = (_sequences(rule, anchors), q, anchors, *chunk_range(rule, anchors, q.shape[4]), *state)
+    tiles = (_sequences(rule, anchors), q, anchors, *chunk_range(rule, anchors), *state)
     _, (out, normaliser) = jax.lax.scan(of_tile, None, tiles)
     return out.reshape(q.shape), normaliser
 
@@ -207,7 +205,7 @@ def _attend_backward(rule: Rule, kept: tuple[Array, ...], out_gradient: Array) -
         _sequences(rule, anchors),
         q,
         anchors,
-        *chunk_range(rule, anchors, q.shape[4]),
+        *chunk_range(rule, anchors),
         out_gradient,
         normaliser,
         shared.reshape(rows),

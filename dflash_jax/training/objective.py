@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dflash_jax.models.architecture import DrafterArchitecture
 from dflash_jax.models.drafter import scale_logits
 from dflash_jax.models.layers import contract, matmul
-from dflash_jax.models.vocabulary import ROWS, VocabularyAxes, softmax
+from dflash_jax.models.vocabulary import ROWS, TABLE, VocabularyAxes, softmax
 from dflash_jax.parallel import spec_of
 from dflash_jax.sections import Loss
 
@@ -69,7 +69,6 @@ def row_losses(
         target_hidden: the target's states behind its final norm, and `target_rows`: which of them is a row's label;
             for losses against the target's distribution.
     """
-
     distribution = loss != "cross_entropy"
 
     def of_shard(hidden: Array, projection: Array, labels: Array, needed: Array, *target: Array) -> tuple[Array, ...]:
@@ -82,7 +81,7 @@ def row_losses(
         found = _losses(arch, loss, flat, projection, labels.reshape(-1), needed.reshape(-1), target)
         return tuple(x.reshape(batch, rows) for x in found)
 
-    operands, specs = [hidden, projection, labels, needed], [HIDDEN, ("vocab", None), ROWS, ROWS]
+    operands, specs = [hidden, projection, labels, needed], [HIDDEN, TABLE, ROWS, ROWS]
     if distribution:
         operands, specs = [*operands, target_hidden, target_rows], [*specs, HIDDEN, ROWS]
     if jax.sharding.get_abstract_mesh().empty:
