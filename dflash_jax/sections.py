@@ -15,6 +15,8 @@ Weighting = Literal["decay", "d_pace"]
 """Of the rows of a block."""
 Attention = Literal["auto", "reference", "blocked", "kernel"]
 """Implementation of the drafter's attention."""
+TargetAttention = Literal["auto", "reference", "blocked", "cudnn", "splash"]
+"""Implementation of the target's attention over whole rows."""
 Remat = Literal["none", "layer", "all"]
 """What a layer's backward pass makes anew: nothing; all but the attention's output; all but the layer's input."""
 
@@ -84,6 +86,9 @@ class TargetSection(Section):
     """A Hugging Face folder, a hub id, or `embedded:quickstart`."""
     revision: str | None = None
     """Hub revision to pin."""
+    attention: TargetAttention = "auto"
+    """In training: `cudnn` is for GPUs in half precision, `splash` for TPUs, `blocked` reads visible tiles only,
+    `reference` makes all scores of 512 rows at once; auto: the backend's own, elsewhere blocked for long rows."""
 
 
 class DrafterSection(Section):
@@ -183,6 +188,8 @@ class TrainingSection(Section):
     scores at once; auto: blocked, and reference where there are few."""
     remat: Remat = "none"
     """`layer` and `all` trade recomputation for memory."""
+    scan_layers: bool = False
+    """Compile one layer and loop over them (they must be alike): compiles sooner, but copies the weights each time."""
     checkpoint_every: Count = 1000
     keep_checkpoints: Count = 3
 

@@ -3,7 +3,7 @@
 
 pipeline: order of the batches, draw from the pool, placement of the models. telemetry: everything watched or nothing,
 step by step.
-decode: plain, chain and tree decoding. step: the drafter step. kernels: implementations of the drafter's attention,
+decode: plain, chain and tree decoding. step: the drafter step. kernels: implementations of either model's attention,
 checked and timed on the accelerator at hand.
 """
 
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import get_args
 
 from dflash_jax import cli
+from dflash_jax.sections import Attention, Remat, TargetAttention
 
 
 def main() -> None:
@@ -44,15 +45,17 @@ def main() -> None:
     step.add_argument("--preset", choices=("small", "mid", "qwen3-8b"), default="mid", help="default mid")
     step.add_argument("--steps", type=cli.positive, default=5, help="optimizer steps a round (default 5)")
     step.add_argument("--rounds", type=cli.positive, default=3, help="rounds (default 3)")
+    step.add_argument("--remat", choices=get_args(Remat), help="what is made anew (default: the preset's choice)")
+    step.add_argument("--scan-layers", action="store_true", help="compile one layer and loop over them")
     step.add_argument("--against", help="a script that times the same presets, in turn with ours")
     step.add_argument("--python", default=sys.executable, help="the interpreter that runs it (default: this one)")
     cli.add_device_arguments(step)
-    kernels = subjects.add_parser("kernels", help="the drafter's attention by each implementation: errors, seconds")
+    kernels = subjects.add_parser("kernels", help="a model's attention by each implementation: errors, seconds")
+    kernels.add_argument("--model", choices=("drafter", "target"), default="drafter", help="default drafter")
     kernels.add_argument("--preset", choices=("small", "mid", "qwen3-8b"), default="mid", help="default mid")
     kernels.add_argument(
         "--implementations",
-        default="reference,blocked,kernel",
-        help="separated by commas (default: all; on a CPU `kernel` is interpreted, which takes minutes)",
+        help="separated by commas (default: all; on a CPU `kernel` and `splash` are interpreted, which takes minutes)",
     )
     kernels.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default float32")
     kernels.add_argument("--window", type=cli.positive, help="tokens that a row sees back (default: all)")
@@ -107,20 +110,24 @@ def run_step(arguments: argparse.Namespace, folder: Path, say: Callable[[str], N
 
     against = [arguments.python, arguments.against] if arguments.against else None
     section = cli.device_section(arguments)
-    return step_benchmark(arguments.preset, section, arguments.steps, arguments.rounds, against, say)
+    changes = {"scan_layers": arguments.scan_layers} | ({"remat": arguments.remat} if arguments.remat else {})
+    return step_benchmark(arguments.preset, section, arguments.steps, arguments.rounds, against, say, **changes)
 
 
 def run_kernels(arguments: argparse.Namespace, folder: Path, say: Callable[[str], None]) -> dict:
     from dflash_jax.errors import UserError
-    from dflash_jax.sections import Attention
     from dflash_jax.training.kernel_benchmark import kernel_benchmark
 
-    known = [name for name in get_args(Attention) if name != "auto"]
-    names = arguments.implementations.split(",")
+    known = [
+        name for name in get_args(Attention if arguments.model == "drafter" else TargetAttention) if name != "auto"
+    ]
+    names = arguments.implementations.split(",") if arguments.implementations else known
     unknown = [name for name in names if name not in known]
     if unknown:
         raise UserError(f"--implementations: there is no {unknown[0]}; there are {', '.join(known)}")
-    return kernel_benchmark(arguments.preset, names, arguments.dtype, arguments.rounds, arguments.window, say)
+    return kernel_benchmark(
+        arguments.model, arguments.preset, names, arguments.dtype, arguments.rounds, arguments.window, say
+    )
 
 
 if __name__ == "__main__":

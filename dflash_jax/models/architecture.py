@@ -6,7 +6,7 @@ run's config and its target; the rules that tie the two together are checked her
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -54,6 +54,12 @@ class TargetArchitecture:
     output_bias: bool
     tie_word_embeddings: bool
     max_position_embeddings: int
+    windows: tuple[int | None, ...] = ()
+    """Sliding window of each layer, in tokens; empty: full attention everywhere."""
+
+    def window(self, layer: int) -> int | None:
+        """Sliding window of a layer; none for full attention."""
+        return self.windows[layer] if self.windows else None
 
 
 @dataclass(frozen=True)
@@ -191,8 +197,6 @@ def parse_target(config: Mapping[str, Any], where: str) -> TargetArchitecture:
     family = config.get("model_type")
     if family not in ("qwen3", "qwen2", "llama"):
         raise UserError(f"{where}: model_type {family!r} is not supported; this reads qwen3, qwen2 and llama")
-    if config.get("use_sliding_window"):
-        raise UserError(f"{where}: a target with sliding-window layers is not supported")
     if config.get("mlp_bias"):
         raise UserError(f"{where}: a target with mlp_bias is not supported")
     if config.get("hidden_act", "silu") != "silu":
@@ -217,7 +221,25 @@ def parse_target(config: Mapping[str, Any], where: str) -> TargetArchitecture:
         output_bias=bias and family != "qwen2",
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
         max_position_embeddings=config.get("max_position_embeddings", 32768),
+        windows=_windows(config, where),
     )
+
+
+def _windows(config: Mapping[str, Any], where: str) -> tuple[int | None, ...]:
+    """A target's windows: of the layers that `layer_types` names, or without it (older files) from
+    `max_window_layers` on; only under `use_sliding_window`, which Llama does not know."""
+    if not config.get("use_sliding_window") or config["model_type"] == "llama":
+        return ()
+    layers, window = _required(config, "num_hidden_layers", where), _required(config, "sliding_window", where)
+    first = config.get("max_window_layers", 28)  # the default of the family's configuration classes
+    types = config.get("layer_types") or [FULL if layer < first else SLIDING for layer in range(layers)]
+    _check_layer_types(types, layers, where)
+    return tuple(window if kind == SLIDING else None for kind in types)
+
+
+def _check_layer_types(types: Sequence[str], layers: int, where: str) -> None:
+    if len(types) != layers or set(types) - {FULL, SLIDING}:
+        raise UserError(f"{where}: layer_types {list(types)} must name {FULL} or {SLIDING} for each of {layers} layers")
 
 
 def parse_rope(config: Mapping[str, Any], where: str) -> Rope:
@@ -265,8 +287,7 @@ def parse_drafter(config: Mapping[str, Any], where: str) -> DrafterArchitecture:
     heads = _required(config, "num_attention_heads", where)
     types = tuple(config.get("layer_types") or (FULL,) * layers)
     window = config.get("sliding_window")
-    if len(types) != layers or set(types) - {FULL, SLIDING}:
-        raise UserError(f"{where}: layer_types {list(types)} must name {FULL} or {SLIDING} for each of {layers} layers")
+    _check_layer_types(types, layers, where)
     if SLIDING in types and not window:
         raise UserError(f"{where}: layer_types has sliding layers but sliding_window is {window!r}")
     if field("block_size") is None:

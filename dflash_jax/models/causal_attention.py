@@ -1,4 +1,4 @@
-"""Attention of the target: causal, with a cache."""
+"""Attention of the target as decoding runs it: causal, with a cache."""
 
 import math
 
@@ -21,23 +21,27 @@ def causal_attention(
     v: Float[Array, "batch keys kv_heads head_dim"],
     positions: Int[Array, "batch time"],
     ancestors: Bool[Array, "batch time time"] | None = None,
+    window: int | None = None,
 ) -> Float[Array, "batch time heads head_dim"]:
     """Each query sees the keys at index <= its position; key index is absolute position.
 
-    With `keys == time` this is the usual causal attention over right-padded rows; with a cache, slots that are not
-    written yet lie behind every position and are never seen.
+    With a `window` W, only those less than W positions back. With `keys == time` this is the usual causal attention
+    over right-padded rows; with a cache, slots that are not written yet lie behind every position and are never seen.
 
     Args:
         ancestors: the queries are nodes of a tree, stored one behind the other from the root's position on; which of
             them each sees besides all that lies before the root, itself included.
     """
-    time = q.shape[1]
+    time, slots = q.shape[1], jnp.arange(k.shape[1])[None, :]
+    key_positions = slots if ancestors is None else _tree_positions(positions, k.shape[1])
 
     def attend(q: Array, positions: Array, ancestors: Array | None = None) -> Array:
         if ancestors is None:
-            visible = jnp.arange(k.shape[1])[None, None, :] <= positions[:, :, None]
+            visible = slots[:, None, :] <= positions[:, :, None]
         else:
             visible = _tree_visible(root, ancestors, k.shape[1])
+        if window is not None:
+            visible = visible & (positions[:, :, None] - key_positions[:, None, :] < window)
         return _causal_chunk(q, k, v, visible)
 
     root = positions[:, 0]
@@ -56,6 +60,14 @@ def _tree_visible(
     nodes = ancestors.shape[2]
     among = jnp.take_along_axis(ancestors, jnp.clip(node, 0, nodes - 1)[:, None, :], axis=2)
     return (node < 0)[:, None, :] | (among & (node < nodes)[:, None, :])
+
+
+def _tree_positions(positions: Int[Array, "batch nodes"], keys: int) -> Int[Array, "batch keys"]:
+    """Of the key in each slot: the slot's index, or the position of the tree's node that lies there."""
+    slots, nodes = jnp.arange(keys)[None, :], positions.shape[1]
+    node = slots - positions[:, :1]
+    of_node = jnp.take_along_axis(positions, jnp.clip(node, 0, nodes - 1), axis=1)
+    return jnp.where((node >= 0) & (node < nodes), of_node, slots)
 
 
 def _causal_chunk(q: Array, k: Array, v: Array, visible: Array) -> Array:

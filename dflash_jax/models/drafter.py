@@ -7,6 +7,7 @@ target's own. Attribute names equal the published checkpoint's.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -149,6 +150,7 @@ class Drafter(nnx.Module):
         *,
         attention: Attention = "auto",
         remat: Remat = "none",
+        scan: bool = False,
     ) -> Float[Array, "batch blocks block hidden"]:
         """Final-normed hidden state of every block row; offset k of a block predicts the token at anchor + k.
 
@@ -159,17 +161,25 @@ class Drafter(nnx.Module):
             embedding: the target's table.
             dtype: of the matmuls.
             remat: what the backward pass makes anew instead of keeping it.
+            scan: compile one layer and loop over them, which must be alike, with their weights stacked on each call.
         """
         x = embed(embedding, blocks).astype(dtype) * self.arch.input_embedding_scale
         x = constrain(x, "batch", None, None, None)
         positions = anchors[:, :, None] + jnp.arange(blocks.shape[2])[None, None, :]
         rotary = rotary_table(self.arch.rope, self.arch.head_dim, positions)
-        for layer, keys_values in zip(self.layers, context, strict=True):
+        graphs, states = zip(*map(nnx.split, self.layers), strict=True)
+        states = map(nnx.to_pure_dict, states)
 
-            def run(x: Array, keys_values: tuple[Array, Array], layer: DrafterBlock = layer) -> Array:
-                return layer(x, rotary, keys_values, anchors, attention, remat != "none")
+        def run(graph: nnx.GraphDef, x: Array, state: Params, keys_values: tuple[Array, Array]) -> Array:
+            return nnx.merge(graph, state)(x, rotary, keys_values, anchors, attention, remat != "none")
 
-            x = rematerialised(run, remat)(x, keys_values)
+        if scan:
+            layer = rematerialised(partial(run, graphs[0]), remat)
+            stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *zip(states, context, strict=True))
+            x, _ = jax.lax.scan(lambda x, one: (layer(x, *one), None), x, stacked)
+        else:
+            for graph, *one in zip(graphs, states, context, strict=True):
+                x = rematerialised(partial(run, graph), remat)(x, *one)
         return self.norm(x)
 
     def logits(

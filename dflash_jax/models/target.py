@@ -14,9 +14,11 @@ from jaxtyping import Array, Bool, Float, Int
 from dflash_jax.models.architecture import TargetArchitecture
 from dflash_jax.models.causal_attention import causal_attention
 from dflash_jax.models.layers import GatedMLP, Linear, RMSNorm, matmul, rotary_table, rotate
+from dflash_jax.models.target_attention import self_attention
 from dflash_jax.models.vocabulary import embed
 from dflash_jax.models.weights import Params, weight
 from dflash_jax.parallel import constrain
+from dflash_jax.sections import TargetAttention
 
 Cache = list[tuple[Array, Array]]
 """Keys and values `[batch, capacity, kv_heads, head_dim]`, a pair a layer; slot index is absolute position."""
@@ -32,7 +34,7 @@ class Embedding(nnx.Module):
 class Attention(nnx.Module):
     """Grouped-query causal attention."""
 
-    def __init__(self, arch: TargetArchitecture):
+    def __init__(self, arch: TargetArchitecture, layer: int):
         inner, kv_inner = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
         self.q_proj = Linear(arch.hidden_size, inner, ("heads", "embed"), arch.qkv_bias)
         self.k_proj = Linear(arch.hidden_size, kv_inner, ("kv_heads", "embed"), arch.qkv_bias)
@@ -40,7 +42,7 @@ class Attention(nnx.Module):
         self.o_proj = Linear(inner, arch.hidden_size, ("embed", "heads"), arch.output_bias)
         self.q_norm = RMSNorm(arch.head_dim, arch.rms_norm_eps) if arch.qk_norm else None
         self.k_norm = RMSNorm(arch.head_dim, arch.rms_norm_eps) if arch.qk_norm else None
-        self.head_dim = arch.head_dim
+        self.head_dim, self.window = arch.head_dim, arch.window(layer)
 
     def __call__(
         self,
@@ -49,24 +51,27 @@ class Attention(nnx.Module):
         rotary: tuple[Array, Array],
         cache: tuple[Array, Array] | None,
         ancestors: Bool[Array, "batch time time"] | None,
+        implementation: TargetAttention,
     ) -> tuple[Float[Array, "batch time hidden"], tuple[Array, Array]]:
         heads = (*x.shape[:-1], -1, self.head_dim)
         q, k, v = (proj(x).reshape(heads) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, *rotary), rotate(k, *rotary)
-        if cache is not None:
+        if cache is None:
+            out = self_attention(q, k, v, window=self.window, implementation=implementation)
+        else:
             k, v = (write_rows(slots, rows, positions) for slots, rows in zip(cache, (k, v), strict=True))
-        out = causal_attention(q, k, v, positions, ancestors)
+            out = causal_attention(q, k, v, positions, ancestors, self.window)
         return self.o_proj(out.reshape(*x.shape[:-1], -1)), (k, v)
 
 
 class Block(nnx.Module):
     """Pre-norm decoder block."""
 
-    def __init__(self, arch: TargetArchitecture):
+    def __init__(self, arch: TargetArchitecture, layer: int):
         self.input_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
-        self.self_attn = Attention(arch)
+        self.self_attn = Attention(arch, layer)
         self.post_attention_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
         self.mlp = GatedMLP(arch.hidden_size, arch.intermediate_size)
 
@@ -77,8 +82,10 @@ class Block(nnx.Module):
         rotary: tuple[Array, Array],
         cache: tuple[Array, Array] | None,
         ancestors: Array | None,
+        implementation: TargetAttention,
     ) -> tuple[Array, tuple[Array, Array]]:
-        attended, cache = self.self_attn(self.input_layernorm(x), positions, rotary, cache, ancestors)
+        normed = self.input_layernorm(x)
+        attended, cache = self.self_attn(normed, positions, rotary, cache, ancestors, implementation)
         x = x + attended
         x = x + self.mlp(self.post_attention_layernorm(x))
         return constrain(x, "batch", None, None), cache
@@ -89,7 +96,7 @@ class Decoder(nnx.Module):
 
     def __init__(self, arch: TargetArchitecture):
         self.embed_tokens = Embedding(arch.vocab_size, arch.hidden_size)
-        self.layers = nnx.List([Block(arch) for _ in range(arch.num_layers)])
+        self.layers = nnx.List([Block(arch, layer) for layer in range(arch.num_layers)])
         self.norm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
 
 
@@ -118,8 +125,9 @@ class Target(nnx.Module):
         cache: Cache | None = None,
         layers: int | None = None,
         ancestors: Bool[Array, "batch time time"] | None = None,
+        attention: TargetAttention = "auto",
     ) -> tuple[Float[Array, "batch time hidden"], tuple[Float[Array, "batch time hidden"], ...], Cache]:
-        """Run the blocks over `tokens` at absolute `positions`.
+        """Run the blocks over `tokens` at absolute `positions`: from 0 on where there is no cache.
 
         Args:
             taps: 0-based blocks whose outputs are returned: after both residual adds, before the final norm.
@@ -127,6 +135,7 @@ class Target(nnx.Module):
             layers: number of blocks to run; none: all.
             ancestors: the tokens are the nodes of a tree, root first, at the root's position plus their depth; which
                 nodes each of them sees. Their keys and values are written one behind the other from the root on.
+            attention: implementation where there is no cache.
 
         Returns:
             The residual stream after the last block run (before the final norm), the taps, and the new cache
@@ -136,7 +145,8 @@ class Target(nnx.Module):
         rotary = rotary_table(self.arch.rope, self.arch.head_dim, positions)
         tapped, new_cache = {}, []
         for index, block in enumerate(self.model.layers[:layers]):
-            x, slots = block(x, positions, rotary, cache[index] if cache is not None else None, ancestors)
+            slots = cache[index] if cache is not None else None
+            x, slots = block(x, positions, rotary, slots, ancestors, attention)
             new_cache.append(slots)
             if index in taps:
                 tapped[index] = x
@@ -148,12 +158,14 @@ class Target(nnx.Module):
         positions: Int[Array, "batch time"],
         taps: Sequence[int],
         final: bool,
+        attention: TargetAttention = "auto",
     ) -> tuple[Float[Array, "batch time hidden"], ...]:
         """What a drafter learns from: the taps, and with `final` the hidden states behind the final norm.
 
         Without them nothing above the last tapped block is run.
         """
-        x, tapped, _ = self(tokens, positions, taps=taps, layers=None if final else taps[-1] + 1)
+        layers = None if final else taps[-1] + 1
+        x, tapped, _ = self(tokens, positions, taps=taps, layers=layers, attention=attention)
         return (*tapped, self.model.norm(x)) if final else tapped
 
     def logits(self, x: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:

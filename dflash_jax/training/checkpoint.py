@@ -1,7 +1,7 @@
 """Orbax behind a few functions: a step is one atomic folder with the drafter, the rest of the state, and the position.
 
-Saving copies to the host and writes in the background. `gradient` and `sums` of a `TrainState` are empty between steps
-and are not stored.
+Saving copies to the host and writes in the background. `gradient` and `sums` of a `TrainState` mean nothing between
+steps and are not stored.
 """
 
 import json

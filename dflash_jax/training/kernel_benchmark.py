@@ -1,22 +1,58 @@
-"""Implementations of the drafter's attention, checked and timed on the device at hand."""
+"""Implementations of both models' attention, checked and timed on the device at hand."""
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax.models.block_attention import context_and_block_attention
-from dflash_jax.training.step_benchmark import PRESETS
+from dflash_jax.models.target_attention import self_attention
+from dflash_jax.training.step_benchmark import PRESETS, Preset
 
-OPERANDS = ("out", "q", "context_k", "context_v", "block_k", "block_v")
+
+@dataclass(frozen=True)
+class Subject:
+    """One layer's attention on drawn operands."""
+
+    attend: Callable[..., jax.Array]
+    """`(*operands, implementation=..)`."""
+    operands: dict[str, jax.Array]
+    direction: jax.Array | None
+    """The gradient is that of the output's product with it; none: the model is frozen."""
+
+    def run(self, implementation: str, dtype: jax.typing.DTypeLike) -> dict[str, Callable[[], tuple[jax.Array, ...]]]:
+        """What is timed, by name; the last one returns all that is checked."""
+        attend = partial(self.attend, implementation=implementation)
+        operands = [x.astype(dtype) for x in self.operands.values()]
+        forward = jax.jit(lambda *operands: (attend(*operands),))
+        if self.direction is None:
+            return {"forward_seconds": partial(forward, *operands)}
+
+        @jax.jit
+        def gradient(direction: jax.Array, *operands: jax.Array) -> tuple[jax.Array, ...]:
+            out, pull = jax.vjp(attend, *operands)
+            return (out, *pull(direction.astype(out.dtype)))
+
+        direction = self.direction.astype(dtype)
+        return {
+            "forward_seconds": partial(forward, *operands),
+            "gradient_seconds": partial(gradient, direction, *operands),
+        }
+
+    def rounded(self, dtype: jax.typing.DTypeLike) -> "Subject":
+        """With the operands that `dtype` makes of these, in float32."""
+        operands = {name: x.astype(dtype).astype(jnp.float32) for name, x in self.operands.items()}
+        return Subject(self.attend, operands, self.direction)
 
 
 def kernel_benchmark(
+    model: Literal["drafter", "target"],
     preset: str,
     implementations: Sequence[str],
     dtype: jax.typing.DTypeLike,
@@ -27,67 +63,66 @@ def kernel_benchmark(
     """One layer's attention of a preset, in turn.
 
     Returns:
-        By implementation: `forward_seconds` and `gradient_seconds` (forward and backward), medians over rounds;
-        `errors`, of the output and of each operand's gradient: the largest difference from the plain formula in
-        float32, relative to that array's largest magnitude; or `failure`, what the compiler or the device said.
+        By implementation: `forward_seconds`, and for the drafter `gradient_seconds` (forward and backward), medians
+        over rounds; `errors`, of the output and of each operand's gradient: the largest difference from the plain
+        formula in float32, relative to that array's largest magnitude; or `failure`, what the compiler or the device
+        said.
     """
-    operands, anchors, direction = _draw(preset)
+    subject = {"drafter": _drafter, "target": _target}[model](PRESETS[preset], window)
+    names = ("out", *subject.operands)
+    results: dict[str, dict[str, Any]] = {}
+    timed: dict[str, dict[str, Callable[[], Any]]] = {}
     with jax.default_matmul_precision("highest"):
-        rounded = tuple(x.astype(dtype).astype(jnp.float32) for x in operands)
-        expected = _gradient("reference", anchors, window)(direction, *rounded)
-        given = tuple(x.astype(dtype) for x in operands)
-        results: dict[str, dict[str, Any]] = {}
-        timed: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {}
+        *_, reference = subject.rounded(dtype).run("reference", jnp.float32).values()
+        expected = reference()
         for name in implementations:
-            forward = partial(jax.jit(partial(_attend, name, window)), anchors, *given)
-            gradient = partial(_gradient(name, anchors, window), direction.astype(dtype), *given)
+            functions = subject.run(name, dtype)
             try:
-                found = jax.block_until_ready(gradient())
-                jax.block_until_ready(forward())
+                *_, found = [jax.block_until_ready(function()) for function in functions.values()]
             except Exception as error:  # whatever a backend says of a kernel that it cannot take is the result
                 results[name] = {"failure": str(error).splitlines()[0]}
                 say(f"{name}: {results[name]['failure']}")
                 continue
-            results[name] = {"errors": dict(zip(OPERANDS, map(_error, found, expected), strict=True))}
-            timed[name] = forward, gradient
+            results[name] = {"errors": dict(zip(names, map(_error, found, expected), strict=False))}
+            timed[name] = functions
             say(f"{name}: largest error {max(results[name]['errors'].values()):.2e}")
-        seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in timed}
+        seconds: dict[str, dict[str, list[float]]] = {name: {key: [] for key in timed[name]} for name in timed}
         for _ in range(rounds):
-            for name, (forward, gradient) in timed.items():
-                seconds[name].append((_seconds(forward), _seconds(gradient)))
+            for name, functions in timed.items():
+                for key, function in functions.items():
+                    seconds[name][key].append(_seconds(function))
     for name, found in seconds.items():
-        forward, gradient = zip(*found, strict=True)
-        results[name] |= {
-            "forward_seconds": round(median(forward), 6),
-            "gradient_seconds": round(median(gradient), 6),
-        }
+        results[name] |= {key: round(median(values), 6) for key, values in found.items()}
     return results
 
 
-def _draw(name: str) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array]:
-    """Operands, ascending anchors, and a direction for the gradient."""
-    preset, rng = PRESETS[name], np.random.default_rng(0)
+def _drafter(preset: Preset, window: int | None) -> Subject:
+    """With ascending anchors."""
+    rng = np.random.default_rng(0)
     rows = (1, preset.anchors, preset.block)
     keys, block_keys = (1, preset.seq, preset.kv_heads), (*rows, preset.kv_heads)
-    shapes = [(*rows, preset.heads), keys, keys, block_keys, block_keys, (*rows, preset.heads)]
-    *operands, direction = (jnp.asarray(rng.standard_normal((*shape, preset.head_dim), np.float32)) for shape in shapes)
+    shapes = {
+        "q": (*rows, preset.heads),
+        "context_k": keys,
+        "context_v": keys,
+        "block_k": block_keys,
+        "block_v": block_keys,
+    }
+    operands = {name: _normal(rng, (*shape, preset.head_dim)) for name, shape in shapes.items()}
     anchors = np.sort(rng.choice(preset.seq - preset.block, preset.anchors, replace=False))
-    return tuple(operands), jnp.asarray(anchors[None], jnp.int32), direction
+    attend = partial(context_and_block_attention, anchors=jnp.asarray(anchors[None], jnp.int32), window=window)
+    return Subject(attend, operands, _normal(rng, operands["q"].shape))
 
 
-def _attend(name: str, window: int | None, anchors: jax.Array, *operands: jax.Array) -> jax.Array:
-    return context_and_block_attention(*operands, anchors, window=window, implementation=name)
+def _target(preset: Preset, window: int | None) -> Subject:
+    rng = np.random.default_rng(0)
+    heads = {"q": preset.heads, "k": preset.kv_heads, "v": preset.kv_heads}
+    operands = {name: _normal(rng, (1, preset.seq, count, preset.head_dim)) for name, count in heads.items()}
+    return Subject(partial(self_attention, window=window), operands, None)
 
 
-def _gradient(name: str, anchors: jax.Array, window: int | None) -> Callable[..., tuple[jax.Array, ...]]:
-    """`(direction, *operands)` -> output, and the gradient of its product with `direction` by each operand."""
-
-    @jax.jit
-    def both(direction: jax.Array, *operands: jax.Array) -> tuple[jax.Array, ...]:
-        out, pull = jax.vjp(partial(_attend, name, window, anchors), *operands)
-        return (out, *pull(direction.astype(out.dtype)))
-
-    return both
+def _normal(rng: np.random.Generator, shape: tuple[int, ...]) -> jax.Array:
+    return jnp.asarray(rng.standard_normal(shape, np.float32))
 
 
 def _error(found: jax.Array, expected: jax.Array) -> float:

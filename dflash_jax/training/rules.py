@@ -15,6 +15,7 @@ from dflash_jax.models.architecture import (
     resolve_drafter,
 )
 from dflash_jax.models.huggingface import read_drafter_architecture, resolve_folder
+from dflash_jax.models.target_attention import cudnn_takes
 from dflash_jax.parallel import Meshes
 from dflash_jax.sections import HealthSection
 from dflash_jax.training.checkpoint import Position
@@ -46,6 +47,27 @@ def check_batch(config: Config, block_size: int, meshes: Meshes) -> None:
     else:
         check_edges(edges, edge_multiple(config, block_size), block_size)
     make_buckets(edges, config.training.batch_size, config.training.tokens_per_batch, meshes.shards)
+
+
+def check_layers(config: Config, drafter: DrafterArchitecture) -> None:
+    """Raise `UserError` if layers that differ are to be run as one."""
+    kinds = {(drafter.window(layer), drafter.causal(layer)) for layer in range(drafter.num_layers)}
+    if config.training.scan_layers and len(kinds) > 1:
+        raise UserError(
+            f"training.scan_layers: the drafter's layers differ ({', '.join(drafter.layer_types)}); set it to false"
+        )
+
+
+def check_target_attention(config: Config, target: TargetArchitecture, dtype: jax.typing.DTypeLike) -> None:
+    """Raise `UserError` for an implementation that these devices do not have."""
+    name, backend = config.target.attention, jax.default_backend()
+    if name == "cudnn" and not (backend == "gpu" and cudnn_takes(target.head_dim, dtype)):
+        raise UserError(
+            "target.attention: cudnn wants an NVIDIA GPU of compute capability 8.0, half precision and heads of up to "
+            f"128 in steps of 8; here are {backend}, {jax.numpy.dtype(dtype)} and {target.head_dim}; use auto"
+        )
+    if name == "splash" and backend != "tpu":
+        raise UserError(f"target.attention: splash is for TPUs, here is a {backend}; use auto")
 
 
 def lay_out_buckets(config: Config, lengths: np.ndarray, block_size: int, meshes: Meshes) -> Buckets:

@@ -36,7 +36,9 @@ from dflash_jax.training.pipeline import Pipeline, check_memory_kind, check_pool
 from dflash_jax.training.rules import (
     baseline_steps,
     check_batch,
+    check_layers,
     check_resumable,
+    check_target_attention,
     check_unfinished,
     describe_drafter,
     lay_out_buckets,
@@ -115,6 +117,8 @@ def describe_models(config: Config) -> Models:
     drafter = describe_drafter(config, target, read_stop_ids(folder))
     check_mesh(target, drafter, meshes.target.shape)
     check_batch(config, drafter.block_size, meshes)
+    check_layers(config, drafter)
+    check_target_attention(config, target, compute_dtype(config.devices))
     gamma = decay_gamma(config.training, drafter.block_size)
     return Models(meshes, compute_dtype(config.devices), folder, target, drafter, gamma)
 
@@ -179,6 +183,7 @@ def build(config: Config, models: Models, course: Course) -> Engine:
     settings = StepSettings(
         drafter=models.drafter,
         target=models.target,
+        target_attention=config.target.attention,
         optimizer=make_optimizer(config.optimizer, schedule),
         schedule=schedule,
         anchors=config.training.anchors,
@@ -189,6 +194,7 @@ def build(config: Config, models: Models, course: Course) -> Engine:
         d_pace_alpha=d_pace_alpha(config.training),
         attention=config.training.attention,
         remat=config.training.remat,
+        scan_layers=config.training.scan_layers,
         edges=tuple(bucket.edge for bucket in course.buckets),
         tree_every=config.metrics.every,
         tree_blocks=config.metrics.blocks,

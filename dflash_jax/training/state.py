@@ -10,7 +10,7 @@ from dflash_jax.data.loader import Batch
 from dflash_jax.models.architecture import DrafterArchitecture, TargetArchitecture
 from dflash_jax.models.weights import Params
 from dflash_jax.parallel import Leaf
-from dflash_jax.sections import Attention, HealthSection, Loss, Remat, Weighting
+from dflash_jax.sections import Attention, HealthSection, Loss, Remat, TargetAttention, Weighting
 from dflash_jax.telemetry.drafting import DraftingSums
 from dflash_jax.training.health import HealthState
 from dflash_jax.training.noise import FeatureNoise
@@ -41,7 +41,7 @@ class Tables:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """All that a step changes. `gradient` and `sums` are empty between optimizer steps."""
+    """All that a step changes. Between optimizer steps `sums` is empty, and `gradient` without meaning."""
 
     step: Leaf
     """int32 scalar: updates done."""
@@ -70,6 +70,7 @@ class DraftSettings:
     d_pace_alpha: float = 0.5
     attention: Attention = "auto"
     remat: Remat = "none"
+    scan_layers: bool = False
     split_fc: bool = True
     tree_blocks: int = 0
     """Blocks of a batch whose draft trees are looked at, about; 0: none."""
@@ -90,6 +91,7 @@ class StepSettings(DraftSettings):
     """What the step needs to know besides arrays. Draft trees are looked at in a step's first micro-batch."""
 
     target: TargetArchitecture
+    target_attention: TargetAttention = "auto"
     optimizer: optax.GradientTransformationExtraArgs
     schedule: optax.Schedule
     anchors: int

@@ -2,8 +2,9 @@
 
 `accumulate(state, tables, features) -> state, finished` adds a micro-batch's unnormalised gradient and sums;
 `update(state) -> state, metrics` divides by the global weight, clips, applies AdamW and empties the sums. So loss,
-gradient and norm do not depend on accumulation or mesh. The state is donated to both; `finished` is a small output of
-its own, by which the host can see that an execution is over.
+gradient and norm do not depend on accumulation or mesh. The gradient of a step is left for the next step's first
+micro-batch to overwrite: zeros would cost a pass over it, and a copy. The state is donated to both; `finished` is a
+small output of its own, by which the host can see that an execution is over.
 """
 
 from collections.abc import Callable
@@ -52,7 +53,8 @@ def target_features(
     """
     target: Target = nnx.merge(graph, params)
     positions = jnp.broadcast_to(jnp.arange(batch.tokens.shape[1])[None, :], batch.tokens.shape)
-    states = target.states(batch.tokens, positions, settings.drafter.target_layer_ids, settings.asks_target)
+    taps = settings.drafter.target_layer_ids
+    states = target.states(batch.tokens, positions, taps, settings.asks_target, settings.target_attention)
     return tuple(handover.cut(state) for state in states), batch.lengths.sum()
 
 
@@ -84,6 +86,7 @@ def block_loss(
         settings.compute_dtype,
         attention=settings.attention,
         remat=settings.remat,
+        scan=settings.scan_layers,
     )
     # Offset 0 is given, so its row is dropped before the projection.
     hidden = hidden[:, :, 1:]
@@ -174,11 +177,12 @@ def accumulate(
         state.params, graph, tables, taps, blocks, batch.lengths, settings
     )
     first_of_step = state.sums.padded_tokens.sum() == 0
+    gradient = jax.tree.map(lambda old, new: jnp.where(first_of_step, new, old + new), state.gradient, gradient)
     trees_due = first_of_step & ((state.step + 1) % settings.tree_every == 0)
     sums = with_trees(sums, tables, hidden, ranks, blocks, settings, trees_due)
     state = replace(
         state,
-        gradient=jax.tree.map(jnp.add, state.gradient, gradient),
+        gradient=gradient,
         sums=state.sums.plus(settings.edges.index(batch.tokens.shape[1]), sums),
     )
     return state, sums.tokens
@@ -212,7 +216,7 @@ def update(settings: StepSettings, state: TrainState) -> tuple[TrainState, dict[
     health, skip = state.health, jnp.bool_(False)
     if settings.health.enabled:
         squares = module_squares(gradient)
-        update_norm, param_norm = optax.tree.norm(updates), optax.tree.norm(state.params)
+        update_norm = optax.tree.norm(updates)
         reading = Reading(
             norm=grad_norm,
             loss=drafting["loss"],
@@ -227,6 +231,7 @@ def update(settings: StepSettings, state: TrainState) -> tuple[TrainState, dict[
         params, optimizer_state = jax.tree.map(
             lambda new, old: jnp.where(skip, old, new), (params, optimizer_state), (state.params, state.optimizer)
         )
+        param_norm = optax.tree.norm(params)  # of the new weights: the old ones are overwritten in place
         metrics |= {
             "clip_factor": factor * jnp.minimum(1.0, settings.clip_norm / jnp.maximum(grad_norm, 1e-30)),
             "update_norm": update_norm,
@@ -249,7 +254,7 @@ def update(settings: StepSettings, state: TrainState) -> tuple[TrainState, dict[
         key=state.key,
         params=params,
         optimizer=optimizer_state,
-        gradient=jax.tree.map(jnp.zeros_like, state.gradient),
+        gradient=state.gradient,
         sums=DraftingSums.zeros(settings.drafter.block_size, len(settings.edges)),
         health=health,
         applied=state.applied + ~skip,

@@ -64,6 +64,7 @@ class Subject:
 
     @classmethod
     def of(cls, preset: Preset, section: DevicesSection, **changes: Any) -> "Subject":
+        """`changes`: of the settings."""
         mesh = make_mesh(section)
         shared: dict[str, Any] = {
             "vocab_size": preset.vocab,
@@ -106,8 +107,7 @@ class Subject:
             compute_dtype=compute_dtype(section),
             edges=(preset.seq,),
             clip_norm=OptimizerSection().clip_norm,
-            remat=preset.remat,
-            **changes,
+            **{"remat": preset.remat} | changes,
         )
         step = make_step(settings, Meshes(mesh, mesh))
         return cls(step, settings, Bucket(preset.seq, Meshes(mesh, mesh).shards))
@@ -168,25 +168,29 @@ def step_benchmark(
     rounds: int,
     against: Sequence[str] | None = None,
     say: Callable[[str], None] = lambda text: None,
+    **changes: Any,
 ) -> dict[str, Any]:
     """Time `accumulate` and `update` of a preset together.
 
     Args:
         against: a command that runs the same preset with `--steps N` elsewhere and prints one JSON object with
             `step_seconds_median` and `step_seconds_min`; it runs in turn with ours, `rounds` times.
+        changes: of the preset's settings, as `remat` and `scan_layers`.
 
     Returns:
-        `step_seconds_median`, `step_seconds_min`; `flops` of a step by the formula; `peak_flops`, a second, of the
-        machine's own matmul in this run, and `peak_share`; `temporary_bytes` of the two executables. With `against`:
-        `against_seconds_median` and `_min`, and `ratio`, ours over theirs, the median of pairs.
+        `step_seconds_median`, `step_seconds_min`; `compile_seconds` and `temporary_bytes` of the two executables;
+        `flops` of a step by the formula; `peak_flops`, a second, of the machine's own matmul in this run, and
+        `peak_share`. With `against`: `against_seconds_median` and `_min`, and `ratio`, ours over theirs, the median of
+        pairs.
 
     Raises:
         UserError: the command fails, or prints something else.
     """
-    subject = Subject.of(PRESETS[name], section)
+    subject = Subject.of(PRESETS[name], section, **changes)
     began = time.perf_counter()
     accumulate, update = subject.compile()
-    say(f"compiled in {time.perf_counter() - began:.1f} s")
+    compile_seconds = time.perf_counter() - began
+    say(f"compiled in {compile_seconds:.1f} s")
     state, tables, features = subject.draw()
     flops = subject.flops(state, features.batch).total
     ours: list[float] = []
@@ -223,6 +227,7 @@ def step_benchmark(
         "preset": name,
         "step_seconds_median": round(median(ours), 4),
         "step_seconds_min": round(min(ours), 4),
+        "compile_seconds": round(compile_seconds, 1),
         "flops": flops,
         "peak_flops": round(peak),
         "peak_share": round(flops / median(ours) / peak, 4),

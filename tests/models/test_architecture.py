@@ -171,12 +171,34 @@ class TestParseTarget:
         del scaling["rope_type"]
         assert parse_target({**LLAMA, "rope_scaling": scaling}, "here") == parse_target(LLAMA, "here")
 
+    def test_windows(self):
+        """By `layer_types`, or in older files from `max_window_layers` on; only where the config says so."""
+        sliding = {**QWEN2, "sliding_window": 9, "use_sliding_window": True}
+        assert parse_target(QWEN2, "here").window(23) is None
+        arch = parse_target({**sliding, "max_window_layers": 22}, "here")
+        assert [arch.window(layer) for layer in range(21, 24)] == [None, 9, 9]
+        arch = parse_target({**sliding, "layer_types": [SLIDING] + [FULL] * 23, "max_window_layers": 22}, "here")
+        assert arch.windows == (9,) + (None,) * 23
+        assert parse_target({**sliding, "model_type": "llama"}, "here").windows == ()
+
     @pytest.mark.parametrize(
         ("changes", "expected"),
         [
             ({"model_type": "gemma3"}, "model_type 'gemma3' is not supported; this reads qwen3, qwen2 and llama"),
             ({"model_type": None}, "model_type None is not supported"),
-            ({"use_sliding_window": True}, "sliding-window"),
+            (
+                {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": None},
+                "sliding_window is missing",
+            ),
+            (
+                {
+                    "model_type": "qwen3",
+                    "use_sliding_window": True,
+                    "sliding_window": 9,
+                    "layer_types": [SLIDING, "linear_attention"],
+                },
+                "layer_types ['sliding_attention', 'linear_attention'] must name full_attention or",
+            ),
             ({"mlp_bias": True}, "mlp_bias"),
             ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported, only silu"),
             ({"quantization_config": {"quant_method": "awq"}}, "quantised"),

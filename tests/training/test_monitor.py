@@ -46,8 +46,8 @@ def test_a_batch_of_no_numbers_is_skipped_and_told(workspace, monkeypatch, capsy
     rows = rows_of(folder)
     assert [row["flags"] for row in rows] == [["nonfinite"] if row["step"] == 4 else [] for row in rows]
     assert rows[3]["loss"] is None
-    assert rows[4]["param_norm"] == rows[3]["param_norm"]
-    assert rows[5]["param_norm"] != rows[4]["param_norm"]
+    assert rows[3]["param_norm"] == rows[2]["param_norm"]
+    assert rows[4]["param_norm"] != rows[3]["param_norm"]
     assert [row["skipped"] for row in rows] == [0] * 3 + [1] * (len(rows) - 3)
     assert [row["learning_rate"] for row in rows][4] == rows[3]["learning_rate"]
     assert all(np.isfinite(row["loss"]) for row in rows[4:])

@@ -108,7 +108,7 @@ def test_recomputation(monkeypatch):
     assert layer > everything
 
 
-def test_recomputation_changes_no_gradient(monkeypatch):
+def test_neither_recomputation_nor_a_loop_over_layers_changes_a_gradient(monkeypatch):
     monkeypatch.setattr(drafter_module, "MLP_ROWS", 100)
     target = tiny_target()
     made = make_drafter(tiny_drafter(target, num_layers=2))
@@ -118,13 +118,13 @@ def test_recomputation_changes_no_gradient(monkeypatch):
     table, *taps = jnp.asarray(rng.standard_normal((3, 2, 64, 32), np.float32))
     positions = jnp.broadcast_to(jnp.arange(64), (2, 64))
 
-    def total(params, remat):
+    def total(params, remat, scan=False):
         drafter = nnx.merge(made.graph, params)
         context = drafter.context(taps, positions)
-        return jnp.square(drafter(blocks, anchors, context, table[0], jnp.float32, remat=remat)).sum()
+        return jnp.square(drafter(blocks, anchors, context, table[0], jnp.float32, remat=remat, scan=scan)).sum()
 
     expected = jax.grad(total)(made.params, "none")
-    for remat in ("layer", "all"):
-        found = jax.grad(total)(made.params, remat)
+    for changes in [("layer", False), ("all", False), ("none", True), ("layer", True)]:
+        found = jax.grad(total)(made.params, *changes)
         for name, value in weights.by_name(found).items():
             assert relative_error(value, weights.by_name(expected)[name]) < 1e-5, name
