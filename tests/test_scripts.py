@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from dflash_jax import cli
+from dflash_jax.models.architecture import FULL, SLIDING
 from tests.fixtures import ROWS, conversation, save_tiny_drafter, write_jsonl
 from tests.helpers import tiny_target
 
@@ -206,6 +207,9 @@ class TestTrain:
                 ["pipeline.placement=split", "pipeline.target_devices=5", "devices.fsdp=2"],
                 "pipeline.target_devices: fsdp x tensor = 2 does not divide the 5 devices",
             ),
+            (["target.attention=cudnn"], "cudnn wants an NVIDIA GPU of compute capability 8.0"),
+            (["target.attention=splash"], "splash is for TPUs, here is a cpu; use auto"),
+            (["target.attention=flash"], "Input should be 'auto', 'reference', 'blocked', 'cudnn' or 'splash'"),
             (["devices.preallocate=false"], "too late to set XLA_PYTHON_CLIENT_PREALLOCATE"),
             (["devices.xla_flags=[--xla_absent=1]"], "too late to set XLA_FLAGS"),
         ],
@@ -239,6 +243,14 @@ class TestTrain:
         assert "num_target_layers is 6 but the target's is 4; this drafter is of another" in error_of(
             "train", "--config", recipe
         )
+
+    def test_layers_that_differ_are_no_loop(self, error_of, recipe, tmp_path):
+        kinds = {"layer_types": (SLIDING, FULL), "sliding_window": 8}
+        mixed = save_tiny_drafter(tmp_path / "mixed", tiny_target(vocab_size=ROWS), **kinds)
+        tree = yaml.safe_load(recipe.read_text())
+        recipe.write_text(yaml.safe_dump(tree | {"drafter": {"init_from": str(mixed)}}))
+        line = error_of("train", "--config", recipe, "training.scan_layers=true")
+        assert "the drafter's layers differ (sliding_attention, full_attention)" in line
 
     def test_missing_training_data(self, error_of, recipe):
         line = error_of("train", "--config", recipe, "data.train=absent.jsonl")
@@ -476,6 +488,15 @@ def test_benchmark_of_kernels(call, error_of):
     assert report.keys() == {"reference", "blocked"}
     assert max(report["blocked"]["errors"].values()) < 1e-5
     assert report["blocked"]["gradient_seconds"] > 0
+    code, out, _ = call(
+        *("benchmark", "kernels", "--model", "target", "--preset", "small", "--rounds", 1),
+        *("--implementations", "blocked,cudnn", "--window", 100),
+    )
+    assert code == 0
+    report = json.loads(out)
+    assert report["blocked"]["errors"].keys() == {"out"}
+    assert report["blocked"]["errors"]["out"] < 1e-5
+    assert "failure" in report["cudnn"]
 
 
 def test_benchmark_of_a_step(call, error_of, tmp_path):

@@ -1,11 +1,11 @@
-"""The loss: row by row through the target's frozen projection, without logits in memory beyond a chunk of rows.
+"""The loss: row by row through the target's frozen projection, without logits in memory beyond a chunk.
 
 The projection has no gradient, so the pass that makes a row's logits already knows the gradient of its hidden state:
 (dloss/dlogits) @ W. It is kept instead of the logits; the backward pass only scales it by the row's weight. Rows that
 weigh nothing are never projected.
 
 The label is a token (cross-entropy) or the target's own distribution at the position before, whose logits are made
-from the target's last hidden state in the same chunk.
+from the target's last hidden state in the same chunk. What happens inside a chunk stands in `chunk_losses.py`.
 """
 
 import math
@@ -18,15 +18,15 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.models.architecture import DrafterArchitecture
 from dflash_jax.models.drafter import scale_logits
-from dflash_jax.models.layers import contract, matmul
-from dflash_jax.models.vocabulary import ROWS, TABLE, VocabularyAxes, softmax
+from dflash_jax.models.vocabulary import ROWS, TABLE, VocabularyAxes
 from dflash_jax.parallel import spec_of
 from dflash_jax.sections import Loss
+from dflash_jax.training.chunk_losses import chunk_losses, slice_size
 
 LOGIT_BUDGET = 2**26
 """Logits in memory at a time on an accelerator (256 MiB in float32)."""
 CPU_LOGIT_BUDGET = 2**22
-"""The same on a CPU: what its caches hold is read again at no cost."""
+"""The same on a CPU."""
 
 HIDDEN = ("batch", None, None)
 """Logical axes of hidden states."""
@@ -125,10 +125,10 @@ def _visit_rows(
     On a mesh this is one device's part: its rows, and its slice of the vocabulary. Devices that hold other slices
     *and* other rows (`fsdp`) look at each chunk of rows together.
     """
-    axes = VocabularyAxes.of_mesh()
+    axes, scale = VocabularyAxes.of_mesh(), partial(scale_logits, arch=arch)
     rows, width = hidden.shape
     budget = CPU_LOGIT_BUDGET if jax.default_backend() == "cpu" else LOGIT_BUDGET
-    chunks = math.ceil(rows * projection.shape[0] * axes.sharers / budget)
+    chunks = math.ceil(rows * slice_size(loss, projection.shape[0]) * axes.sharers / budget)
     size = math.ceil(rows / chunks)
     # Needed rows first; the loop ends behind the last of them.
     order = jnp.argsort(~needed, stable=True)
@@ -144,7 +144,7 @@ def _visit_rows(
 
         states = [target[0].at[target[1].at[at].get(mode="fill", fill_value=0)].get(mode="clip")] if target else []
         states = [axes.gather(x) for x in states]
-        new = _chunk_losses(arch, loss, axes, differentiate, take(hidden), take(labels), projection, *states)
+        new = chunk_losses(scale, loss, axes, differentiate, take(hidden), take(labels), projection, *states)
         new = (*map(axes.own, new[:3]), *map(axes.scatter, new[3:]))
         return tuple(
             jax.lax.dynamic_update_slice_in_dim(old, x.astype(old.dtype), chunk * size, axis=0)
@@ -159,66 +159,3 @@ def _visit_rows(
     # The last chunk had room for rows that nobody needs.
     kept = [needed.reshape(-1, *[1] * (x.ndim - 1)) for x in found]
     return tuple(jnp.where(mask, x.at[place].get(mode="clip"), 0) for mask, x in zip(kept, found, strict=True))
-
-
-def _chunk_losses(
-    arch: DrafterArchitecture,
-    loss: Loss,
-    axes: VocabularyAxes,
-    differentiate: bool,
-    hidden: Float[Array, "rows hidden"],
-    labels: Int[Array, "rows"],
-    projection: Float[Array, "vocab hidden"],
-    target_hidden: Float[Array, "rows hidden"] | None = None,
-) -> tuple[Array, ...]:
-    raw = matmul(hidden, projection, jnp.float32)
-    logits, to_raw = jax.vjp(lambda z: scale_logits(z, arch), raw)
-    probabilities, normaliser = softmax(logits, axes)
-    # A masked sum, not a gather: it stays local when the vocabulary is sharded.
-    place = labels - axes.first_token(projection.shape[0])
-    is_label = jax.lax.broadcasted_iota(labels.dtype, logits.shape, 1) == place[:, None]
-    label_logit = axes.sum(jnp.where(is_label, logits, 0.0).sum(axis=-1))
-    label_loss = normaliser - label_logit
-    # A count in the pass that reads the logits anyway; sorting or an index reduction would read them once more.
-    # Written so that logits that are not numbers count as larger: a broken batch hits nothing.
-    ranks = axes.sum((~(logits <= label_logit[:, None])).sum(axis=-1, dtype=jnp.int32))
-    if target_hidden is None:
-        value, gradient = label_loss, probabilities - is_label.astype(jnp.float32)
-    else:
-        of_target = matmul(target_hidden, projection, jnp.float32)
-        drafter, target = (logits, probabilities, normaliser), (of_target, *softmax(of_target, axes))
-        value, gradient = _divergence(loss, axes, drafter, target)
-    if not differentiate:
-        return value, label_loss, ranks
-    (raw_gradient,) = to_raw(gradient)
-    to_hidden = contract("rv,vd->rd", raw_gradient.astype(hidden.dtype), projection.astype(hidden.dtype))
-    return value, label_loss, ranks, to_hidden
-
-
-def _divergence(
-    loss: Loss, axes: VocabularyAxes, drafter: tuple[Array, Array, Array], target: tuple[Array, Array, Array]
-) -> tuple[Float[Array, "rows"], Float[Array, "rows vocab"]]:
-    """Of the drafter's distribution q from the target's p, and its gradient by the drafter's logits.
-
-    For a loss with dloss/dq = g the gradient is q (g - sum q g). `lk` is -log sum min(p, q), the log of the
-    probability that a draw is accepted (arXiv 2602.23881).
-    """
-    z, q, q_normaliser = drafter
-    t, p, p_normaliser = target
-    log_ratio = (z - q_normaliser[:, None]) - (t - p_normaliser[:, None])
-
-    def total(x: Array) -> Array:
-        return axes.sum(x.sum(axis=-1))
-
-    def through_softmax(g: Array) -> Array:
-        return q * (g - total(q * g)[:, None])
-
-    if loss == "forward_kl":
-        return total(-p * log_ratio), q - p
-    if loss == "reverse_kl":
-        value = total(q * log_ratio)
-        return value, q * (log_ratio - value[:, None])
-    if loss == "total_variation":
-        return 0.5 * total(jnp.abs(p - q)), through_softmax(0.5 * jnp.sign(q - p))
-    accepted = total(jnp.minimum(p, q))
-    return -jnp.log(accepted), -through_softmax((q < p).astype(jnp.float32)) / accepted[:, None]

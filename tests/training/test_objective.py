@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dflash_jax.parallel import mesh_of, on_mesh, sharding_of
-from dflash_jax.training import objective
+from dflash_jax.training import chunk_losses, objective
 from tests.helpers import MESHES, tiny_drafter, tiny_target
 
 VOCAB, ROWS = 40, 11
@@ -63,10 +63,14 @@ def assert_equals_plain(found, drawn, loss, weights, multiplier=1.0, cap=None):
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("budget", [2**26, VOCAB * 6, VOCAB * 2], ids=["whole", "chunks", "small chunks"])
+@pytest.mark.parametrize(
+    ("budget", "tokens"), [(2**26, VOCAB), (6 * VOCAB, 16), (2 * VOCAB, 7)], ids=["whole", "chunks", "small chunks"]
+)
 @pytest.mark.parametrize(("multiplier", "cap"), [(1.0, None), (0.4, None), (1.5, 3.0)])
-def test_against_plain_formula(loss, budget, multiplier, cap, monkeypatch):
+def test_against_plain_formula(loss, budget, tokens, multiplier, cap, monkeypatch):
+    """Rows and vocabulary in chunks that divide neither."""
     monkeypatch.setattr(objective, "CPU_LOGIT_BUDGET", budget)
+    monkeypatch.setattr(chunk_losses, "CPU_SLICE", tokens)
     arch = tiny_drafter(tiny_target(), output_multiplier=multiplier, final_logit_softcapping=cap)
     drawn = draw(0)
     weights = jnp.asarray(np.random.default_rng(1).random((2, ROWS), np.float32))
@@ -87,6 +91,7 @@ def test_against_plain_formula(loss, budget, multiplier, cap, monkeypatch):
 def test_vocabulary_in_slices(loss, mesh_shape, monkeypatch):
     """Rows and vocabulary spread over the mesh, both of them over `fsdp`; chunks that not every device needs."""
     monkeypatch.setattr(objective, "CPU_LOGIT_BUDGET", VOCAB * 8)
+    monkeypatch.setattr(chunk_losses, "CPU_SLICE", 3)
     mesh, arch, drawn = mesh_of(mesh_shape), tiny_drafter(tiny_target()), draw(2, batch=8)
     drawn["needed"] = drawn["needed"].at[:3, 2:].set(False)
     weights = jnp.asarray(np.random.default_rng(1).random((8, ROWS), np.float32))
@@ -109,13 +114,13 @@ def test_rows_that_are_not_needed_cost_no_chunk(monkeypatch):
     """The loop ends behind the last needed row, and never begins without one."""
     monkeypatch.setattr(objective, "CPU_LOGIT_BUDGET", VOCAB * 2)
     visited = []
-    chunk_losses = objective._chunk_losses
+    of_chunk = objective.chunk_losses
 
     def counted(*arguments):
         jax.debug.callback(lambda: visited.append(1))
-        return chunk_losses(*arguments)
+        return of_chunk(*arguments)
 
-    monkeypatch.setattr(objective, "_chunk_losses", counted)
+    monkeypatch.setattr(objective, "chunk_losses", counted)
     drawn, arch = draw(3), tiny_drafter(tiny_target())
     for count in (0, 1, 2, 3, 2 * ROWS):
         visited.clear()

@@ -16,7 +16,7 @@ from dflash_jax.models import drafter as drafter_module
 from dflash_jax.models.target import Target
 from dflash_jax.parallel import compiler_options
 from dflash_jax.sections import OptimizerSection
-from dflash_jax.training import objective
+from dflash_jax.training import chunk_losses, objective
 from dflash_jax.training.optimizer import make_optimizer
 from dflash_jax.training.state import StepSettings, tables_of
 from dflash_jax.training.step import abstract_features, abstract_state, make_step
@@ -32,6 +32,7 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(blocked_attention, "TILE_ROWS", 64)
     monkeypatch.setattr(blocked_attention, "CHUNK_KEYS", 64)
     monkeypatch.setattr(objective, "CPU_LOGIT_BUDGET", CHUNK)
+    monkeypatch.setattr(chunk_losses, "CPU_SLICE", 512)
 
 
 def accumulate_of(mesh_shape=(1, 1, 1), rows=1, **changes):
