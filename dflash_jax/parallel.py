@@ -204,9 +204,17 @@ def on_mesh(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
     return traced
 
 
-def compiler_options() -> dict[str, Any]:
+def platform() -> str:
+    """`cpu`, `gpu` or `tpu`: what is traced for. The ambient mesh's (`on_mesh`), whose devices may be described only
+    and belong to another machine; without a mesh JAX's own."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
+def compiler_options(mesh: Mesh) -> dict[str, Any]:
     """For executables that hold much: CPU backends keep every buffer apart unless told to go one after the other."""
-    return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"} if jax.default_backend() == "cpu" else {}
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"} if on_cpu else {}
 
 
 @contextmanager

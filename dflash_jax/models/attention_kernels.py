@@ -1,9 +1,10 @@
-"""DFlash attention as Pallas kernels over the tiles of `blocked_attention`; so far run in interpret mode only.
+"""DFlash attention as Pallas kernels over the tiles of `blocked_attention`.
 
 One program a tile and key head makes the output, and in the backward pass the gradients of the tile's own operands; one
 program a chunk of context keys makes the gradients of that chunk, from the tiles that see it. Scores never leave the
-chip. Written for Triton first: Mosaic would want the spans of `_keys_kernel` in SMEM. Nothing chooses the kernels by
-itself; on a CPU they are interpreted, which is for tests.
+chip. On a GPU they are made by Triton, on a TPU by Mosaic; on a CPU they are interpreted, which is for tests. They were
+never run on either, so nothing chooses them by itself: `scripts/benchmark.py kernels` checks and times them where the
+hardware is.
 """
 
 from functools import partial
@@ -13,14 +14,16 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu, triton
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.models.blocked_attention import SAVED, Rule, chunk_range, in_tiles
 from dflash_jax.models.causal_attention import MASKED
+from dflash_jax.parallel import platform
 
-TILE_ROWS = 64
-"""Block rows of a tile, about: with the query heads of a key head, the rows of a program."""
-CHUNK_KEYS = 64
+TILE_ROWS, CHUNK_KEYS = 64, 64
+"""Block rows of a tile, about (with the query heads of a key head, the rows of a program), and keys of a chunk."""
+TPU_TILE_ROWS, TPU_CHUNK_KEYS = 128, 512
 
 
 def kernel_attention(
@@ -41,7 +44,13 @@ def kernel_attention(
     Triton wants powers of two for block, blocks a tile, query heads of a key head, and head size.
     """
     operands = (q, context_k, context_v, block_k, block_v, anchors)
-    return in_tiles(_attend, *operands, window, causal, tile_rows or TILE_ROWS, chunk_keys or CHUNK_KEYS)
+    rows, keys = (TPU_TILE_ROWS, TPU_CHUNK_KEYS) if programs_in_turn() else (TILE_ROWS, CHUNK_KEYS)
+    return in_tiles(_attend, *operands, window, causal, tile_rows or rows, chunk_keys or keys)
+
+
+def programs_in_turn() -> bool:
+    """Whether programs run one after the other and hand results on, as on a TPU, whose memory for one is small."""
+    return platform() == "tpu"
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -50,7 +59,7 @@ def _attend(rule: Rule, q: Array, context_k: Array, context_v: Array, block_k: A
 
 
 def _attend_forward(rule: Rule, q, context_k, context_v, block_k, block_v, anchors):
-    call = Call(rule, q, context_k)
+    call, backend = Call(rule, q, context_k), _backend()
     rows = call.rows(q)
     near_k, near_v = call.rows(block_k), call.rows(block_v)
     of_rows, of_context, of_keys = call.of_tile(rows), call.of_sequence(context_k), call.of_tile(near_k)
@@ -60,7 +69,7 @@ def _attend_forward(rule: Rule, q, context_k, context_v, block_k, block_v, ancho
         in_specs=[of_rows, of_context, of_context, of_keys, of_keys, call.of_ends],
         out_specs=[of_rows, call.of_numbers],
         out_shape=[call.like(rows), call.numbers],
-        interpret=call.interpret,
+        **backend,
     )(rows, context_k, context_v, near_k, near_v, call.ends(anchors))
     out, normaliser = checkpoint_name(out.reshape(q.shape), SAVED), checkpoint_name(normaliser, SAVED)
     return out, (q, context_k, context_v, block_k, block_v, anchors, out, normaliser)
@@ -68,7 +77,7 @@ def _attend_forward(rule: Rule, q, context_k, context_v, block_k, block_v, ancho
 
 def _attend_backward(rule: Rule, kept: tuple[Array, ...], out_gradient: Array) -> tuple[Array | None, ...]:
     q, context_k, context_v, block_k, block_v, anchors, out, normaliser = kept
-    call = Call(rule, q, context_k)
+    call, backend = Call(rule, q, context_k), _backend()
     rows, gradient, ends = call.rows(q), call.rows(out_gradient), call.ends(anchors)
     # Row sums of gradient times output: what the softmax's normalisation takes back.
     shared = (call.rows(out).astype(jnp.float32) * gradient.astype(jnp.float32)).sum(axis=-1, keepdims=True)
@@ -81,36 +90,12 @@ def _attend_backward(rule: Rule, kept: tuple[Array, ...], out_gradient: Array) -
         in_specs=[of_rows, of_context, of_context, of_keys, of_keys, call.of_ends, of_rows, of_numbers, of_numbers],
         out_specs=[of_rows, of_keys, of_keys],
         out_shape=[call.like(rows), call.like(near_k), call.like(near_v)],
-        interpret=call.interpret,
+        **backend,
     )(rows, context_k, context_v, near_k, near_v, ends, gradient, normaliser, shared)
 
-    batch, kv_heads, context, head_dim = context_k.shape
-    chunks = context // rule.chunk
-    chunk = pl.BlockSpec((1, 1, rule.chunk, head_dim), lambda b, k, c: (b, k, c, 0))
-
-    def by_sequence(x: Array) -> Array:
-        return x.reshape(batch, rule.sequence_tiles, *x.shape[1:])
-
-    def all_tiles(x: Array) -> pl.BlockSpec:
-        return pl.BlockSpec((1, x.shape[1], 1, *x.shape[3:]), lambda b, k, c: (b, 0, k, 0, 0))
-
-    spans = _tiles_that_see(rule, anchors, chunks)
-    read = [by_sequence(x) for x in (rows, gradient, normaliser, shared)]
-    sequence_ends = by_sequence(ends)
-    k_gradient, v_gradient = pl.pallas_call(
-        partial(_keys_kernel, rule, call.block),
-        grid=(batch, kv_heads, chunks),
-        in_specs=[
-            chunk,
-            chunk,
-            *map(all_tiles, read),
-            pl.BlockSpec((1, *sequence_ends.shape[1:]), lambda b, k, c: (b, 0, 0, 0)),
-            pl.BlockSpec((1, 1, 2), lambda b, k, c: (b, c, 0)),
-        ],
-        out_specs=[chunk, chunk],
-        out_shape=[call.like(context_k), call.like(context_v)],
-        interpret=call.interpret,
-    )(context_k, context_v, *read, sequence_ends, spans)
+    spans = _tiles_that_see(rule, anchors, context_k.shape[2] // rule.chunk)
+    of_keys = _keys_in_turn if programs_in_turn() else _keys_at_once
+    k_gradient, v_gradient = of_keys(call, spans, context_k, context_v, rows, gradient, normaliser, shared, ends)
     return (
         q_gradient.reshape(q.shape),
         k_gradient,
@@ -124,22 +109,32 @@ def _attend_backward(rule: Rule, kept: tuple[Array, ...], out_gradient: Array) -
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
+def _backend() -> dict[str, Any]:
+    """Arguments of `pallas_call`: interpreted on a CPU; by Triton on a GPU, where JAX would take Mosaic."""
+    if platform() == "gpu":
+        return {"compiler_params": triton.CompilerParams(num_warps=4, num_stages=2)}
+    return {"interpret": platform() == "cpu"}
+
+
 class Call:
     """Shapes of a call, and which part of each array a program gets."""
 
     def __init__(self, rule: Rule, q: Array, context_k: Array):
-        self._rule = rule
+        self.rule = rule
         self.tiles, self.kv_heads, self.group, self.tile, self.block, self.head_dim = q.shape
         self._rows = self.group * self.tile * self.block
         self.numbers = jax.ShapeDtypeStruct((self.tiles, self.kv_heads, self._rows, 1), jnp.float32)
         """Of one number a row."""
         self.of_numbers = self.of_tile(self.numbers)
         self.of_ends = pl.BlockSpec((1, self._rows, 1), lambda t, k: (t, 0, 0))
-        self.interpret = jax.default_backend() == "cpu"
 
     def rows(self, x: Array) -> Array:
         """`[tiles, kv_heads, (group,) tile, block, d]` -> `[tiles, kv_heads, rows, d]`."""
         return x.reshape(self.tiles, self.kv_heads, -1, self.head_dim)
+
+    def by_sequence(self, x: Array) -> Array:
+        """`[tiles, ..]` -> `[batch, sequence's tiles, ..]`."""
+        return x.reshape(-1, self.rule.sequence_tiles, *x.shape[1:])
 
     def ends(self, anchors: Int[Array, "tiles tile"]) -> Int[Array, "tiles rows 1"]:
         """The position behind the last context key that each row sees."""
@@ -152,7 +147,7 @@ class Call:
 
     def of_sequence(self, x: Array) -> pl.BlockSpec:
         """The whole context of the tile's sequence."""
-        tiles = self._rule.sequence_tiles
+        tiles = self.rule.sequence_tiles
         return pl.BlockSpec((1, 1, *x.shape[2:]), lambda t, k: (t // tiles, k, 0, 0))
 
     @staticmethod
@@ -204,21 +199,109 @@ def _rows_kernel(rule: Rule, block: int, tile: int, *refs):
     out_refs[0][0, 0] = jax.lax.fori_loop(*_range(rule, ends), visit, _product(scores, k)).astype(q.dtype)
 
 
-def _keys_kernel(rule: Rule, block: int, *refs):
-    """Gradients of a chunk of context keys and values, from all tiles that see it."""
-    k_ref, v_ref, q_ref, gradient_ref, normaliser_ref, shared_ref, ends_ref, span_ref, k_out, v_out = refs
+def _keys_at_once(
+    call: "Call", spans: Int[Array, "batch chunks 2"], context_k: Array, context_v: Array, *read: Array
+) -> tuple[Array, Array]:
+    """Gradients of the context's keys and values: a program a chunk loops over the tiles that see it."""
+    chunk = pl.BlockSpec((1, 1, call.rule.chunk, call.head_dim), lambda b, k, c: (b, k, c, 0))
+    read = tuple(map(call.by_sequence, read))
+    *of_heads, ends = read
+    return pl.pallas_call(
+        partial(_keys_at_once_kernel, call.rule, call.block),
+        grid=(*context_k.shape[:2], spans.shape[1]),
+        in_specs=[
+            pl.BlockSpec((1, 1, 2), lambda b, k, c: (b, c, 0)),
+            chunk,
+            chunk,
+            *(pl.BlockSpec((1, x.shape[1], 1, *x.shape[3:]), lambda b, k, c: (b, 0, k, 0, 0)) for x in of_heads),
+            pl.BlockSpec((1, *ends.shape[1:]), lambda b, k, c: (b, 0, 0, 0)),
+        ],
+        out_specs=[chunk, chunk],
+        out_shape=[call.like(context_k), call.like(context_v)],
+        **_backend(),
+    )(spans, context_k, context_v, *read)
+
+
+def _keys_at_once_kernel(rule: Rule, block: int, span_ref, k_ref, v_ref, *refs):
+    *tile_refs, ends_ref, k_out, v_out = refs
     k, v, chunk = k_ref[0, 0], v_ref[0, 0], pl.program_id(2)
 
     def visit(tile: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
-        q, gradient, normaliser, shared = (ref[0, tile, 0] for ref in (q_ref, gradient_ref, normaliser_ref, shared_ref))
-        visible = _visible(rule, block, ends_ref[0, tile], chunk)
-        weights, scores = _weights_and_scores(visible, k, v, q, gradient, normaliser, shared)
-        of_k, of_v = found
-        return of_k + _product(scores, q, transpose=True), of_v + _product(weights, gradient, transpose=True)
+        of_tile = (ref[0, tile, 0] for ref in tile_refs)
+        more = _of_keys(_visible(rule, block, ends_ref[0, tile], chunk), k, v, *of_tile)
+        return found[0] + more[0], found[1] + more[1]
 
     nothing = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     of_k, of_v = jax.lax.fori_loop(span_ref[0, 0, 0], span_ref[0, 0, 1], visit, nothing)
     k_out[0, 0], v_out[0, 0] = of_k.astype(k.dtype), of_v.astype(v.dtype)
+
+
+def _keys_in_turn(
+    call: "Call", spans: Int[Array, "batch chunks 2"], context_k: Array, context_v: Array, *read: Array
+) -> tuple[Array, Array]:
+    """The same by a program a chunk and tile: those of a chunk follow each other and add up in scratch memory.
+
+    A tile that does not see the chunk is not fetched: its program is given the block that is there already.
+    """
+
+    def tile(b: Array, c: Array, t: Array, spans: Any) -> Array:
+        first = spans[b, c, 0]
+        return jnp.clip(t, first, jnp.maximum(spans[b, c, 1] - 1, first))
+
+    def of_tile(x: Array) -> pl.BlockSpec:
+        return pl.BlockSpec((1, 1, 1, *x.shape[3:]), lambda b, k, c, t, spans: (b, tile(b, c, t, spans), k, 0, 0))
+
+    chunk = pl.BlockSpec((1, 1, call.rule.chunk, call.head_dim), lambda b, k, c, t, spans: (b, k, c, 0))
+    read = tuple(map(call.by_sequence, read))
+    *of_heads, ends = read
+    of_ends = pl.BlockSpec((1, 1, *ends.shape[2:]), lambda b, k, c, t, spans: (b, tile(b, c, t, spans), 0, 0))
+    return pl.pallas_call(
+        partial(_keys_in_turn_kernel, call.rule, call.block),
+        grid_spec=tpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(*context_k.shape[:2], spans.shape[1], call.rule.sequence_tiles),
+            in_specs=[chunk, chunk, *map(of_tile, of_heads), of_ends],
+            out_specs=[chunk, chunk],
+            scratch_shapes=[tpu.VMEM((call.rule.chunk, call.head_dim), jnp.float32)] * 2,
+        ),
+        out_shape=[call.like(context_k), call.like(context_v)],
+        compiler_params=tpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
+        interpret=platform() == "cpu",
+    )(spans, context_k, context_v, *read)
+
+
+def _keys_in_turn_kernel(rule: Rule, block: int, spans_ref, k_ref, v_ref, *refs):
+    *tile_refs, ends_ref, k_out, v_out, of_k, of_v = refs
+    sequence, chunk, tile = (pl.program_id(axis) for axis in (0, 2, 3))
+
+    @pl.when(tile == 0)
+    def begin():
+        of_k[...], of_v[...] = jnp.zeros_like(of_k), jnp.zeros_like(of_v)
+
+    @pl.when((spans_ref[sequence, chunk, 0] <= tile) & (tile < spans_ref[sequence, chunk, 1]))
+    def visit():
+        visible = _visible(rule, block, ends_ref[0, 0], chunk)
+        more_k, more_v = _of_keys(visible, k_ref[0, 0], v_ref[0, 0], *(ref[0, 0, 0] for ref in tile_refs))
+        of_k[...] += more_k
+        of_v[...] += more_v
+
+    @pl.when(tile == pl.num_programs(3) - 1)
+    def end():
+        k_out[0, 0], v_out[0, 0] = of_k[...].astype(k_out.dtype), of_v[...].astype(v_out.dtype)
+
+
+def _of_keys(
+    visible: Bool[Array, "rows keys"],
+    k: Float[Array, "keys d"],
+    v: Float[Array, "keys d"],
+    q: Float[Array, "rows d"],
+    gradient: Float[Array, "rows d"],
+    normaliser: Float[Array, "rows 1"],
+    shared: Float[Array, "rows 1"],
+) -> tuple[Float[Array, "keys d"], Float[Array, "keys d"]]:
+    """What a tile adds to the gradients of a chunk's keys and values."""
+    weights, scores = _weights_and_scores(visible, k, v, q, gradient, normaliser, shared)
+    return _product(scores, q, transpose=True), _product(weights, gradient, transpose=True)
 
 
 def _weights_and_scores(

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.models.architecture import Rope
 from dflash_jax.models.weights import ones, weight, zeros
-from dflash_jax.parallel import constrain
+from dflash_jax.parallel import constrain, platform
 
 
 def matmul(
@@ -34,7 +34,7 @@ def matmul(
 
 def contract(subscripts: str, *operands: Float[Array, "..."]) -> Float[Array, "..."]:
     """`einsum` accumulated in float32. CPUs, which cannot multiply every shape in bfloat16, convert first: the same."""
-    if jax.default_backend() == "cpu":
+    if platform() == "cpu":
         operands = tuple(x.astype(jnp.float32) for x in operands)
     return jnp.einsum(subscripts, *operands, preferred_element_type=jnp.float32)
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from dflash_jax.models.blocked_attention import CHUNK_KEYS, blocked_attention
 from dflash_jax.models.causal_attention import QUERY_CHUNK, causal_attention
-from dflash_jax.parallel import spec_of
+from dflash_jax.parallel import platform, spec_of
 from dflash_jax.sections import TargetAttention
 
 LANES = 128
@@ -43,7 +43,7 @@ def self_attention(
 
 def best_implementation(time: int, head_dim: int, dtype: jax.typing.DTypeLike) -> TargetAttention:
     """The backend's own kernel where it takes these operands; else blocked, or all scores where a row is short."""
-    backend = jax.default_backend()
+    backend = platform()
     if backend == "gpu" and cudnn_takes(head_dim, dtype):
         return "cudnn"
     if backend == "tpu":
@@ -99,7 +99,7 @@ def _splash(q: Array, k: Array, v: Array, window: int | None) -> Array:
     attend = kernel.make_splash_mha_single_device(
         masks.MultiHeadMask([mask] * heads),
         block_sizes=kernel.BlockSizes(block_q=size, block_kv=size, block_kv_compute=size),
-        interpret=jax.default_backend() == "cpu",
+        interpret=platform() == "cpu",
     )
     # Splash leaves the scale to its caller.
     out = jax.vmap(attend)(laid_out(q * q.shape[3] ** -0.5), laid_out(k), laid_out(v))

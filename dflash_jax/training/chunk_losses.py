@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.models.causal_attention import MASKED
 from dflash_jax.models.layers import contract, matmul
 from dflash_jax.models.vocabulary import VocabularyAxes, softmax
-from dflash_jax.parallel import Leaf
+from dflash_jax.parallel import Leaf, platform
 from dflash_jax.sections import Loss
 
 SLICE = 2**15
@@ -35,7 +35,7 @@ def slice_size(loss: Loss, vocab: int) -> int:
     """Tokens whose logits exist at a time, of the `vocab` on this device."""
     if loss in ("total_variation", "lk"):
         return vocab
-    return min(vocab, CPU_SLICE if jax.default_backend() == "cpu" else SLICE)
+    return min(vocab, CPU_SLICE if platform() == "cpu" else SLICE)
 
 
 def chunk_losses(

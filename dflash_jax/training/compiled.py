@@ -87,7 +87,7 @@ def compile_step(
 
     def build(name: str, edge: int | None, function: Any, *arguments: Any) -> Compiled:
         start = time.perf_counter()
-        executable = function.lower(*arguments).compile(compiler_options())
+        executable = function.lower(*arguments).compile(compiler_options(step.meshes.drafter))
         compiled = Compiled(name, edge, time.perf_counter() - start, executable)
         report(compiled)
         return compiled

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dflash_jax.models.architecture import DrafterArchitecture
 from dflash_jax.models.drafter import scale_logits
 from dflash_jax.models.vocabulary import ROWS, TABLE, VocabularyAxes
-from dflash_jax.parallel import spec_of
+from dflash_jax.parallel import platform, spec_of
 from dflash_jax.sections import Loss
 from dflash_jax.training.chunk_losses import chunk_losses, slice_size
 
@@ -127,7 +127,7 @@ def _visit_rows(
     """
     axes, scale = VocabularyAxes.of_mesh(), partial(scale_logits, arch=arch)
     rows, width = hidden.shape
-    budget = CPU_LOGIT_BUDGET if jax.default_backend() == "cpu" else LOGIT_BUDGET
+    budget = CPU_LOGIT_BUDGET if platform() == "cpu" else LOGIT_BUDGET
     chunks = math.ceil(rows * slice_size(loss, projection.shape[0]) * axes.sharers / budget)
     size = math.ceil(rows / chunks)
     # Needed rows first; the loop ends behind the last of them.

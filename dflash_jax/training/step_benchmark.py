@@ -114,10 +114,12 @@ class Subject:
 
     def compile(self) -> tuple[Any, Any]:
         """`accumulate` and `update`, from shapes alone."""
-        state = abstract_state(self.step, self.settings)
+        state, mesh = abstract_state(self.step, self.settings), self.step.meshes.drafter
         features = abstract_features(self.step, self.settings, self.bucket)
-        accumulate = self.step.accumulate.lower(state, self._abstract_tables(), features).compile(compiler_options())
-        return accumulate, self.step.update.lower(state).compile(compiler_options())
+        accumulate = self.step.accumulate.lower(state, self._abstract_tables(), features).compile(
+            compiler_options(mesh)
+        )
+        return accumulate, self.step.update.lower(state).compile(compiler_options(mesh))
 
     def draw(self) -> tuple[TrainState, Tables, Features]:
         """Random weights, tables and features."""

@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
 from dflash_jax.models import attention_kernels, block_attention, blocked_attention
 from dflash_jax.models.block_attention import context_and_block_attention, reference_attention
-from dflash_jax.parallel import mesh_of, on_mesh, sharding_of
+from dflash_jax.parallel import MESH_AXES, mesh_of, on_mesh, sharding_of
 from tests.helpers import MESHES
 from tests.models.test_causal_attention import dense
 
@@ -100,7 +101,11 @@ GRID = [
 ]
 
 
-TILED = {"blocked": blocked_attention.blocked_attention, "kernel": attention_kernels.kernel_attention}
+TILED = {
+    "blocked": blocked_attention.blocked_attention,
+    "kernel": attention_kernels.kernel_attention,
+    "kernel, as on a TPU": attention_kernels.kernel_attention,
+}
 
 
 CASES = [
@@ -108,15 +113,18 @@ CASES = [
     *itertools.product(["kernel"], range(9), ["float32"]),
     *(pytest.param("kernel", case, "float32", marks=pytest.mark.long) for case in range(9, len(GRID))),
     *itertools.product(["kernel"], (1, 4, 6), ["bfloat16"]),
+    *itertools.product(["kernel, as on a TPU"], (0, 2, 4, 5, 6), ["float32"]),
+    ("kernel, as on a TPU", 6, "bfloat16"),
 ]
 
 
 @pytest.mark.parametrize(("implementation", "case", "dtype"), CASES)
-def test_every_gradient(implementation, case, dtype):
+def test_every_gradient(implementation, case, dtype, monkeypatch):
     """Against the reference in float32, relative to the largest magnitude; kernels are interpreted."""
     context, blocks, block, (heads, kv_heads), anchors, window, causal = GRID[case]
     operands, drawn = draw(case, 2, context, blocks, block, heads, kv_heads, 16, anchors)
     direction = jnp.asarray(np.random.default_rng(case).standard_normal(operands[0].shape, np.float32))
+    monkeypatch.setattr(attention_kernels, "programs_in_turn", lambda: implementation.endswith("TPU"))
     # What the operands are once rounded: the kernels must not add much to that.
     rounded = [x.astype(dtype) for x in operands]
 
@@ -199,3 +207,23 @@ def test_a_few_rows_need_no_tiles(monkeypatch):
     operands, anchors = draw(0, 2, 32, 1, 16, 4, 2, 8, "any")
     out = context_and_block_attention(*operands, anchors)
     np.testing.assert_array_equal(out, reference_attention(*operands, anchors))
+
+
+@pytest.mark.parametrize("window", [None, 256])
+@pytest.mark.parametrize(("kind", "cores", "name"), [("NVIDIA H200", 132, "cuda"), ("TPU v5 lite", 1, "tpu")])
+def test_kernels_are_lowered_for_hardware_that_is_not_here(kind, cores, name, window):
+    """By Triton and by Mosaic, with their rules for shapes; what remains is their compilers' and the hardware's."""
+    device = jax.sharding.AbstractDevice(kind, cores, "tpu" if name == "tpu" else "gpu")
+    mesh = jax.sharding.AbstractMesh((1, 1, 1), MESH_AXES, (AxisType.Auto,) * 3, abstract_device=device)
+    context, keys, rows = (1, 1024, 2, 128), (1, 64, 16, 2, 128), (1, 64, 16, 8, 128)
+    operands = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in (rows, context, context, keys, keys)]
+    anchors = jax.ShapeDtypeStruct((1, 64), "int32")
+
+    def both(anchors, *operands):
+        function = partial(context_and_block_attention, anchors=anchors, window=window, implementation="kernel")
+        out, pull = jax.vjp(function, *operands)
+        return out, pull(out)
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        text = jax.jit(both).trace(anchors, *operands).lower(lowering_platforms=(name,)).as_text()
+    assert text.count({"cuda": "__gpu$xla.gpu.triton", "tpu": "tpu_custom_call"}[name]) == 3

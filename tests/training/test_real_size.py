@@ -75,7 +75,7 @@ def test_one_sequence_fits(recipe, record_property):
         lowered = jax.jit(jax.value_and_grad(loss)).lower(
             params, Tables(table, table), taps, blocks, array(1, dtype="int32")
         )
-        return lowered.compile(compiler_options())
+        return lowered.compile(compiler_options(mesh))
 
     compiled, kept = compiled_with(recipe.training.remat), compiled_with("none")
     temporaries = compiled.memory_analysis().temp_size_in_bytes

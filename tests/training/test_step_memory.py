@@ -54,7 +54,9 @@ def accumulate_of(mesh_shape=(1, 1, 1), rows=1, **changes):
     _, specs = weights.split(Target(target))
     tables = tables_of(weights.abstract(specs, step.meshes.drafter))
     features = abstract_features(step, settings, Bucket(SEQ, rows))
-    return step.accumulate.lower(abstract_state(step, settings), tables, features).compile(compiler_options())
+    return step.accumulate.lower(abstract_state(step, settings), tables, features).compile(
+        compiler_options(step.meshes.drafter)
+    )
 
 
 def shapes_of(text):
