@@ -368,8 +368,15 @@ def _scores(q: Float[Array, "rows d"], k: Float[Array, "keys d"]) -> Float[Array
 
 
 def _outer(a: Float[Array, "rows d"], b: Float[Array, "keys d"]) -> Float[Array, "rows keys"]:
-    return jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    return _contract(a, b, 1, 1)
 
 
 def _product(a: Array, b: Array, transpose: bool = False) -> Array:
-    return jax.lax.dot_general(a, b, (((0 if transpose else 1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+    return _contract(a, b, 0 if transpose else 1, 0)
+
+
+def _contract(a: Array, b: Array, axis_a: int, axis_b: int) -> Array:
+    # Mosaic refuses the precision of the ambient `on_mesh` for half-precision operands.
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    contracted = (((axis_a,), (axis_b,)), ((), ()))
+    return jax.lax.dot_general(a, b, contracted, precision=precision, preferred_element_type=jnp.float32)

@@ -12,10 +12,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from dflash_jax.models.blocked_attention import CHUNK_KEYS, blocked_attention
-from dflash_jax.models.causal_attention import QUERY_CHUNK, causal_attention
+from dflash_jax.models.causal_attention import causal_attention
 from dflash_jax.parallel import platform, spec_of
 from dflash_jax.sections import TargetAttention
 
+SHORT = 1024
+"""Rows of up to so many tokens are faster without tiles."""
 LANES = 128
 """Splash takes rows in multiples of it."""
 SPLASH_BLOCKS = (512, 256, 128)
@@ -48,7 +50,7 @@ def best_implementation(time: int, head_dim: int, dtype: jax.typing.DTypeLike) -
         return "cudnn"
     if backend == "tpu":
         return "splash"
-    return "reference" if time <= QUERY_CHUNK else "blocked"
+    return "reference" if time <= SHORT else "blocked"
 
 
 def cudnn_takes(head_dim: int, dtype: jax.typing.DTypeLike) -> bool:
@@ -101,6 +103,7 @@ def _splash(q: Array, k: Array, v: Array, window: int | None) -> Array:
         block_sizes=kernel.BlockSizes(block_q=size, block_kv=size, block_kv_compute=size),
         interpret=platform() == "cpu",
     )
-    # Splash leaves the scale to its caller.
-    out = jax.vmap(attend)(laid_out(q * q.shape[3] ** -0.5), laid_out(k), laid_out(v))
+    # Mosaic refuses the precision of the ambient `on_mesh` for half-precision operands. Splash does not scale.
+    with jax.default_matmul_precision("highest" if q.dtype == jnp.float32 else "default"):
+        out = jax.vmap(attend)(laid_out(q * q.shape[3] ** -0.5), laid_out(k), laid_out(v))
     return out.transpose(0, 2, 1, 3)[:, :time].astype(q.dtype)

@@ -90,8 +90,8 @@ def test_only_visible_chunks_are_read(monkeypatch):
 @pytest.mark.parametrize(
     ("backend", "capability", "time", "dtype", "head_dim", "expected"),
     [
-        ("cpu", None, 512, "float32", 64, "reference"),
-        ("cpu", None, 513, "float32", 64, "blocked"),
+        ("cpu", None, 1024, "float32", 64, "reference"),
+        ("cpu", None, 1025, "float32", 64, "blocked"),
         ("gpu", "9.0", 3072, "bfloat16", 128, "cudnn"),
         ("gpu", "7.5", 3072, "bfloat16", 128, "blocked"),
         ("gpu", "9.0", 3072, "float32", 128, "blocked"),

@@ -3,7 +3,10 @@
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh
 
 from dflash_jax.config import decay_gamma, load_config
 from dflash_jax.data.buckets import Bucket, make_buckets
@@ -11,7 +14,7 @@ from dflash_jax.models import weights
 from dflash_jax.models.architecture import Rope, TargetArchitecture, check_mesh, resolve_drafter
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.target import Target
-from dflash_jax.parallel import Meshes, bytes_per_device, compiler_options, mesh_of
+from dflash_jax.parallel import MESH_AXES, Meshes, bytes_per_device, compiler_options, mesh_of
 from dflash_jax.training.anchors import Blocks
 from dflash_jax.training.compiled import compile_step
 from dflash_jax.training.flops import step_flops
@@ -101,6 +104,28 @@ def test_qwen3_8b_compiles(recipe, record_property):
     """Paper settings on the recipe's mesh; prints what a device has to hold."""
     devices = recipe.devices
     mesh = mesh_of((8 // (devices.fsdp * devices.tensor), devices.fsdp, devices.tensor))
+    target, state = compile_on(mesh, recipe, record_property, "simulated devices")
+    # Weights and state are spread, not copied: an eighth of 16.4 GB and of 4 x 4.2 GB, and a little.
+    assert target < 1.05 * 16.4e9 / 8
+    assert state < 1.05 * 4 * 4 * 1_048_626_432 / 8
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("attention", ["blocked", "kernel"])
+@pytest.mark.parametrize(("topology", "memory"), [("v5p:2x2x2", 95), ("v6e:2x4", 32)])
+def test_qwen3_8b_compiles_for_a_tpu(recipe, topology, memory, attention, record_property):
+    """By the TPU's own compiler, which needs no TPU: `pip install libtpu`. It refuses what does not fit into a chip."""
+    pytest.importorskip("libtpu")
+    devices = np.array(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
+    mesh = Mesh(devices.reshape(1, 8, 1), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+    training = recipe.training.model_copy(update={"attention": attention})
+    recipe = recipe.model_copy(update={"training": training})
+    target, state = compile_on(mesh, recipe, record_property, f"{topology}, {attention} attention")
+    assert target + state < memory * GIB
+
+
+def compile_on(mesh, recipe, record_property, where):
+    """Every function of the recipe, from shapes alone; returns the bytes of target and state on a device."""
     drafter = resolve_drafter(recipe.drafter, QWEN3_8B)
     check_mesh(QWEN3_8B, drafter, mesh.shape)
     schedule = make_schedule(recipe.optimizer, 1000)
@@ -114,11 +139,13 @@ def test_qwen3_8b_compiles(recipe, record_property):
     settings = StepSettings(
         drafter=drafter,
         target=QWEN3_8B,
+        target_attention=recipe.target.attention,
         optimizer=optimizer,
         schedule=schedule,
         anchors=recipe.training.anchors,
         gamma=gamma,
         compute_dtype="bfloat16",
+        attention=recipe.training.attention,
         remat=recipe.training.remat,
         edges=(3072,),
         tree_blocks=recipe.metrics.blocks,
@@ -131,10 +158,8 @@ def test_qwen3_8b_compiles(recipe, record_property):
     target = bytes_per_device(weights.abstract(specs, mesh, "bfloat16"))
     state = bytes_per_device(abstract_state(step, settings))
     sizes = f"target {target / GIB:.2f} GiB, state {state / GIB:.2f} GiB"
-    record_property(MEASURED, f"Qwen3-8B on {dict(mesh.shape)}, a device: {sizes}")
+    record_property(MEASURED, f"Qwen3-8B on {dict(mesh.shape)} of {where}, a device: {sizes}")
     for item in compiled.all():
         temporaries = f"temporaries {item.temporary_bytes / GIB:.2f} GiB"
         record_property(MEASURED, f"  {item.name}: {temporaries}, compiled in {item.seconds:.0f} s")
-    # Weights and state are spread, not copied: an eighth of 16.4 GB and of 4 x 4.2 GB, and a little.
-    assert target < 1.05 * 16.4e9 / 8
-    assert state < 1.05 * 4 * 4 * weights.count(step.specs) / 8
+    return target, state
