@@ -134,10 +134,15 @@ class Drafter(nnx.Module):
         taps: Sequence[Float[Array, "batch time target_hidden"]],
         positions: Int[Array, "batch time"],
         split_fc: bool = True,
+        limit: int | None = None,
     ) -> Cache:
-        """Keys and values of every layer for target positions; the fused feature is the same for all layers."""
+        """Keys and values of every layer for target positions; the fused feature is the same for all layers.
+
+        Args:
+            limit: one above all positions, where that is known; see `rotary_table`.
+        """
         fused = constrain(self.hidden_norm(self.fc(taps, split_fc)), "batch", None, None)
-        rotary = rotary_table(self.arch.rope, self.arch.head_dim, positions)
+        rotary = rotary_table(self.arch.rope, self.arch.head_dim, positions, limit)
         return [layer.self_attn.keys_values(fused, rotary) for layer in self.layers]
 
     def __call__(
@@ -166,7 +171,8 @@ class Drafter(nnx.Module):
         x = embed(embedding, blocks).astype(dtype) * self.arch.input_embedding_scale
         x = constrain(x, "batch", None, None, None)
         positions = anchors[:, :, None] + jnp.arange(blocks.shape[2])[None, None, :]
-        rotary = rotary_table(self.arch.rope, self.arch.head_dim, positions)
+        limit = context[0][0].shape[1] + blocks.shape[2]
+        rotary = rotary_table(self.arch.rope, self.arch.head_dim, positions, limit)
         graphs, states = zip(*map(nnx.split, self.layers), strict=True)
         states = map(nnx.to_pure_dict, states)
 

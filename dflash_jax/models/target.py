@@ -142,7 +142,7 @@ class Target(nnx.Module):
             (without one given: the keys and values of these tokens).
         """
         x = constrain(embed(self.embedding(), tokens), "batch", None, None)
-        rotary = rotary_table(self.arch.rope, self.arch.head_dim, positions)
+        rotary = rotary_table(self.arch.rope, self.arch.head_dim, positions, tokens.shape[1] if cache is None else None)
         tapped, new_cache = {}, []
         for index, block in enumerate(self.model.layers[:layers]):
             slots = cache[index] if cache is not None else None

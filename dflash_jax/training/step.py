@@ -77,7 +77,7 @@ def block_loss(
     positions = jnp.broadcast_to(jnp.arange(seq)[None, :], (batch, seq))
     taps = tuple(tap.astype(settings.compute_dtype) for tap in taps)
     taps, final = (taps[:-1], taps[-1]) if settings.asks_target else (taps, None)
-    context = drafter.context(taps, positions, settings.split_fc)
+    context = drafter.context(taps, positions, settings.split_fc, limit=seq)
     hidden = drafter(
         blocks.tokens,
         blocks.anchors,

@@ -129,9 +129,10 @@ class TestRotaryFrequencies:
 
 class TestRotate:
     @pytest.mark.parametrize("rope", [Rope(1e4), Rope(1e6), Rope(500000.0, LLAMA31)])
-    def test_each_pair_of_halves_turns_by_its_angle(self, normal, rope):
+    @pytest.mark.parametrize("limit", [None, 1001])
+    def test_each_pair_of_halves_turns_by_its_angle(self, normal, rope, limit):
         x, positions = normal(2, 5, 3, 16), np.array([[0, 1, 2, 3, 4], [7, 8, 100, 101, 1000]])
-        y = rotate(jnp.asarray(x), *rotary_table(rope, 16, jnp.asarray(positions, jnp.int32)))
+        y = rotate(jnp.asarray(x), *rotary_table(rope, 16, jnp.asarray(positions, jnp.int32), limit))
         frequencies = rotary_frequencies(rope, 16).astype(np.float64)
         turned = (x[..., :8] + 1j * x[..., 8:]) * np.exp(1j * positions[:, :, None, None] * frequencies)
         np.testing.assert_allclose(y, np.concatenate([turned.real, turned.imag], axis=-1), atol=5e-4)
