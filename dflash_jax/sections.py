@@ -189,7 +189,7 @@ class TrainingSection(Section):
     remat: Remat = "none"
     """`layer` and `all` trade recomputation for memory."""
     scan_layers: bool = False
-    """Compile one layer and loop over them (they must be alike): compiles sooner, but copies the weights each time."""
+    """Compile one layer and loop over them (they must be alike); each pass copies the weights."""
     checkpoint_every: Count = 1000
     keep_checkpoints: Count = 3
 

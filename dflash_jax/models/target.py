@@ -125,7 +125,7 @@ class Target(nnx.Module):
         cache: Cache | None = None,
         layers: int | None = None,
         ancestors: Bool[Array, "batch time time"] | None = None,
-        attention: TargetAttention = "auto",
+        attention: TargetAttention = "reference",
     ) -> tuple[Float[Array, "batch time hidden"], tuple[Float[Array, "batch time hidden"], ...], Cache]:
         """Run the blocks over `tokens` at absolute `positions`: from 0 on where there is no cache.
 
@@ -133,9 +133,10 @@ class Target(nnx.Module):
             taps: 0-based blocks whose outputs are returned: after both residual adds, before the final norm.
             cache: keys and values of earlier positions; the new ones are written at `positions` first.
             layers: number of blocks to run; none: all.
-            ancestors: the tokens are the nodes of a tree, root first, at the root's position plus their depth; which
-                nodes each of them sees. Their keys and values are written one behind the other from the root on.
-            attention: implementation where there is no cache.
+            ancestors: with a cache, where the tokens are the nodes of a tree, root first, at the root's position plus
+                their depth: which nodes each of them sees. Their keys and values are written one behind the other from
+                the root on.
+            attention: implementation where there is no cache; a kernel may have no gradient.
 
         Returns:
             The residual stream after the last block run (before the final norm), the taps, and the new cache
@@ -158,7 +159,7 @@ class Target(nnx.Module):
         positions: Int[Array, "batch time"],
         taps: Sequence[int],
         final: bool,
-        attention: TargetAttention = "auto",
+        attention: TargetAttention,
     ) -> tuple[Float[Array, "batch time hidden"], ...]:
         """What a drafter learns from: the taps, and with `final` the hidden states behind the final norm.
 

@@ -32,7 +32,10 @@ def self_attention(
     window: int | None = None,
     implementation: TargetAttention = "auto",
 ) -> Float[Array, "batch time heads head_dim"]:
-    """Each row of a sequence sees itself and those before it; with a `window` W, only those less than W back."""
+    """Each row of a sequence sees itself and those before it; with a `window` W, only those less than W back.
+
+    Only `reference` has a gradient everywhere.
+    """
     if implementation == "auto":
         implementation = best_implementation(q.shape[1], q.shape[3], q.dtype)
     functions = {"reference": _reference, "blocked": _blocked, "cudnn": _cudnn, "splash": _splash}
@@ -54,8 +57,9 @@ def best_implementation(time: int, head_dim: int, dtype: jax.typing.DTypeLike) -
 
 
 def cudnn_takes(head_dim: int, dtype: jax.typing.DTypeLike) -> bool:
-    """Its flash attention is for half precision, heads of up to 128 in steps of 8, and GPUs from Ampere on."""
-    capable = float(getattr(jax.devices()[0], "compute_capability", 0)) >= 8.0
+    """Its flash attention is for half precision, heads of up to 128 in steps of 8, and NVIDIA's GPUs from Ampere on."""
+    capability = str(getattr(jax.devices()[0], "compute_capability", ""))  # AMD's are words
+    capable = capability.replace(".", "").isdecimal() and float(capability) >= 8.0
     return capable and jnp.dtype(dtype).itemsize == 2 and head_dim <= 128 and head_dim % 8 == 0
 
 

@@ -27,13 +27,16 @@ SLICE = 2**15
 CPU_SLICE = 2**11
 """The same on a CPU: what its caches hold is read again at no cost."""
 
+AT_ONCE = ("total_variation", "lk")
+"""Losses that need the logits of the whole vocabulary."""
+
 Scale = Callable[[Array], Array]
 """What a drafter does to its logits, one by one."""
 
 
 def slice_size(loss: Loss, vocab: int) -> int:
     """Tokens whose logits exist at a time, of the `vocab` on this device."""
-    if loss in ("total_variation", "lk"):
+    if loss in AT_ONCE:
         return vocab
     return min(vocab, CPU_SLICE if platform() == "cpu" else SLICE)
 
@@ -51,7 +54,7 @@ def chunk_losses(
     """Loss, cross-entropy of the label and the label's rank by row; if asked, the gradients `[rows, hidden]` of the
     losses, which are still to be summed over the devices' shares of the vocabulary."""
     label = Label.of(scale, axes, hidden, labels, projection)
-    rule = _at_once if loss in ("total_variation", "lk") else _in_slices
+    rule = _at_once if loss in AT_ONCE else _in_slices
     return rule(scale, loss, axes, differentiate, hidden, label, projection, target_hidden)
 
 
@@ -62,8 +65,10 @@ class Label:
     place: Int[Array, "rows"]
     """In this device's share of the vocabulary, or outside of it."""
     logit: Float[Array, "rows"]
-    to_hidden: Float[Array, "rows hidden"]
-    """Gradient of the logit by the hidden state; zero where the token is in another share."""
+    slope: Float[Array, "rows"]
+    """Of the logit by what the projection gave."""
+    projection: Float[Array, "rows hidden"]
+    """Its row; zero where the token is in another share."""
 
     @classmethod
     def of(
@@ -79,7 +84,11 @@ class Label:
         rows = projection.at[jnp.where(mine, place, 0)].get(mode="clip").astype(hidden.dtype).astype(jnp.float32)
         rows = jnp.where(mine[:, None], rows, 0.0)
         logit, to_raw = jax.vjp(scale, axes.sum((hidden.astype(jnp.float32) * rows).sum(axis=-1)))
-        return cls(place, logit, to_raw(jnp.ones_like(logit))[0][:, None] * rows)
+        return cls(place, logit, to_raw(jnp.ones_like(logit))[0], rows)
+
+    def logit_of(self, hidden: Float[Array, "rows hidden"], axes: VocabularyAxes) -> Float[Array, "rows"]:
+        """The same token's logit by another hidden state, as the projection gives it."""
+        return axes.sum((hidden.astype(jnp.float32) * self.projection).sum(axis=-1))
 
     def beaten_by(self, logits: Float[Array, "rows tokens"], places: Int[Array, "1 tokens"]) -> Int[Array, "rows"]:
         """How many of these other tokens have a larger logit.
@@ -148,6 +157,8 @@ def _in_slices(
     (rows, width), vocab = hidden.shape, projection.shape[0]
     size = slice_size(loss, vocab)
     reverse = loss == "reverse_kl"
+    # Log ratios are taken relative to the label's: only differences count, and half precision keeps small numbers best.
+    offset = label.logit - label.logit_of(target_hidden, axes) if reverse else None
 
     def visit(index: Array | int, seen: tuple[Running, Running | None, Array]) -> tuple[Running, Running | None, Array]:
         drafter, target, ranks = seen
@@ -163,27 +174,34 @@ def _in_slices(
         quantities, factors = [], [slope]
         if target is not None:
             t = matmul(target_hidden, part, jnp.float32)
-            quantities, factors = ([z - t], [slope, (z - t) * slope]) if reverse else ([], [slope])
-            of_target = ([], []) if reverse else ([t - z], [slope])
-            target = target.plus(jnp.where(new, t, MASKED), of_target[0], of_target[1] if differentiate else [], part)
+            target_t = jnp.where(new, t, MASKED)
+            if reverse:
+                ratio = z - t - offset[:, None]
+                quantities, factors = [ratio], [slope, ratio * slope]
+                target = target.plus(target_t, [], [], part)
+            else:
+                target = target.plus(target_t, [t - z], [slope] if differentiate else [], part)
         return drafter.plus(drafter_z, quantities, factors if differentiate else [], part), target, ranks
 
+    quantities, factors = (1, 2) if reverse else (0, 1)
+    drafter = Running.start(rows, width, quantities, factors if differentiate else 0)
     target = None
-    if loss != "cross_entropy":
-        target = Running.start(rows, width, not reverse, differentiate and not reverse)
-    drafter = Running.start(rows, width, reverse, differentiate * (1 + reverse))
+    if loss == "forward_kl":
+        target = Running.start(rows, width, 1, 1 if differentiate else 0)
+    elif reverse:
+        target = Running.start(rows, width, 0, 0)
     seen = (drafter, target, jnp.zeros(rows, jnp.int32))
     drafter, target, ranks = jax.lax.fori_loop(0, math.ceil(vocab / size), visit, seen)
 
     z_normaliser, means, products = drafter.over_all(axes)
     label_loss = z_normaliser - label.logit
     if target is None:
-        value, gradient = label_loss, [q - label.to_hidden for q in products]
+        value, gradient = label_loss, [q - label.slope[:, None] * label.projection for q in products]
     else:
         t_normaliser, target_means, target_products = target.over_all(axes)
         if reverse:
             # sum q ((z - log Z) - (t - log T)), and its gradient q (z - t - sum q (z - t)).
-            value = means[0] - z_normaliser + t_normaliser
+            value = means[0] + offset - z_normaliser + t_normaliser
             gradient = [products[1] - means[0][:, None] * products[0]] if products else []
         else:
             value = target_means[0] - t_normaliser + z_normaliser

@@ -186,4 +186,5 @@ def _layout(position: Position | None, arch: DrafterArchitecture, dtype: jax.typ
         loss=training.loss,
         weighting=training.position_weights,
         d_pace_alpha=d_pace_alpha(training),
+        target_attention="reference",
     )

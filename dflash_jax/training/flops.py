@@ -50,7 +50,11 @@ def step_flops(arch: DrafterArchitecture, vocab: int, tokens: int, blocks: int, 
 
 
 def target_flops(arch: TargetArchitecture, layers: int, tokens: int, length: int) -> int:
-    """Forward through so many layers of the target, `tokens` in rows of that padded length."""
+    """Forward through so many layers of the target, `tokens` in rows of that padded length.
+
+    A token sees half of its row on average, and no more than its layer's window.
+    """
     inner, kv_inner = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
     linear = arch.hidden_size * (2 * inner + 2 * kv_inner + 3 * arch.intermediate_size)
-    return 2 * layers * tokens * (linear + 2 * inner * length // 2)
+    visible = sum(min(length // 2, arch.window(layer) or length) for layer in range(layers))
+    return 2 * tokens * (layers * linear + 2 * inner * visible)

@@ -83,7 +83,8 @@ def drafting_of_answers(
     """The sums of a batch, without a gradient: the code of the training step on given anchors."""
     target: Target = nnx.merge(target_graph, target_params)
     positions = jnp.broadcast_to(jnp.arange(batch.tokens.shape[1])[None, :], batch.tokens.shape)
-    states = target.states(batch.tokens, positions, settings.drafter.target_layer_ids, settings.asks_target)
+    taps = settings.drafter.target_layer_ids
+    states = target.states(batch.tokens, positions, taps, settings.asks_target, settings.target_attention)
     block_size, mask_token_id = settings.drafter.block_size, settings.drafter.mask_token_id
     blocks = lay_out_blocks(batch.tokens, batch.loss_mask, batch.lengths, anchors, keep, block_size, mask_token_id)
     tables = tables_of(target_params)

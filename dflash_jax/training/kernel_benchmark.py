@@ -17,7 +17,7 @@ from dflash_jax.training.step_benchmark import PRESETS, Preset
 
 
 @dataclass(frozen=True)
-class Subject:
+class Layer:
     """One layer's attention on drawn operands."""
 
     attend: Callable[..., jax.Array]
@@ -45,10 +45,10 @@ class Subject:
             "gradient_seconds": partial(gradient, direction, *operands),
         }
 
-    def rounded(self, dtype: jax.typing.DTypeLike) -> "Subject":
+    def rounded(self, dtype: jax.typing.DTypeLike) -> "Layer":
         """With the operands that `dtype` makes of these, in float32."""
         operands = {name: x.astype(dtype).astype(jnp.float32) for name, x in self.operands.items()}
-        return Subject(self.attend, operands, self.direction)
+        return Layer(self.attend, operands, self.direction)
 
 
 def kernel_benchmark(
@@ -68,22 +68,22 @@ def kernel_benchmark(
         formula in float32, relative to that array's largest magnitude; or `failure`, what the compiler or the device
         said.
     """
-    subject = {"drafter": _drafter, "target": _target}[model](PRESETS[preset], window)
-    names = ("out", *subject.operands)
+    layer = {"drafter": _drafter, "target": _target}[model](PRESETS[preset], window)
+    names = ("out", *(layer.operands if layer.direction is not None else ()))
     results: dict[str, dict[str, Any]] = {}
     timed: dict[str, dict[str, Callable[[], Any]]] = {}
     with jax.default_matmul_precision("highest"):
-        *_, reference = subject.rounded(dtype).run("reference", jnp.float32).values()
+        *_, reference = layer.rounded(dtype).run("reference", jnp.float32).values()
         expected = reference()
         for name in implementations:
-            functions = subject.run(name, dtype)
+            functions = layer.run(name, dtype)
             try:
                 *_, found = [jax.block_until_ready(function()) for function in functions.values()]
             except Exception as error:  # whatever a backend says of a kernel that it cannot take is the result
                 results[name] = {"failure": str(error).splitlines()[0]}
                 say(f"{name}: {results[name]['failure']}")
                 continue
-            results[name] = {"errors": dict(zip(names, map(_error, found, expected), strict=False))}
+            results[name] = {"errors": dict(zip(names, map(_error, found, expected), strict=True))}
             timed[name] = functions
             say(f"{name}: largest error {max(results[name]['errors'].values()):.2e}")
         seconds: dict[str, dict[str, list[float]]] = {name: {key: [] for key in timed[name]} for name in timed}
@@ -96,7 +96,7 @@ def kernel_benchmark(
     return results
 
 
-def _drafter(preset: Preset, window: int | None) -> Subject:
+def _drafter(preset: Preset, window: int | None) -> Layer:
     """With ascending anchors."""
     rng = np.random.default_rng(0)
     rows = (1, preset.anchors, preset.block)
@@ -111,14 +111,14 @@ def _drafter(preset: Preset, window: int | None) -> Subject:
     operands = {name: _normal(rng, (*shape, preset.head_dim)) for name, shape in shapes.items()}
     anchors = np.sort(rng.choice(preset.seq - preset.block, preset.anchors, replace=False))
     attend = partial(context_and_block_attention, anchors=jnp.asarray(anchors[None], jnp.int32), window=window)
-    return Subject(attend, operands, _normal(rng, operands["q"].shape))
+    return Layer(attend, operands, _normal(rng, operands["q"].shape))
 
 
-def _target(preset: Preset, window: int | None) -> Subject:
+def _target(preset: Preset, window: int | None) -> Layer:
     rng = np.random.default_rng(0)
     heads = {"q": preset.heads, "k": preset.kv_heads, "v": preset.kv_heads}
     operands = {name: _normal(rng, (1, preset.seq, count, preset.head_dim)) for name, count in heads.items()}
-    return Subject(partial(self_attention, window=window), operands, None)
+    return Layer(partial(self_attention, window=window), operands, None)
 
 
 def _normal(rng: np.random.Generator, shape: tuple[int, ...]) -> jax.Array:

@@ -69,6 +69,7 @@ class DraftSettings:
     weighting: Weighting = "decay"
     d_pace_alpha: float = 0.5
     attention: Attention = "auto"
+    target_attention: TargetAttention = "auto"
     remat: Remat = "none"
     scan_layers: bool = False
     split_fc: bool = True
@@ -91,7 +92,6 @@ class StepSettings(DraftSettings):
     """What the step needs to know besides arrays. Draft trees are looked at in a step's first micro-batch."""
 
     target: TargetArchitecture
-    target_attention: TargetAttention = "auto"
     optimizer: optax.GradientTransformationExtraArgs
     schedule: optax.Schedule
     anchors: int

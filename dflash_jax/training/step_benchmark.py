@@ -180,10 +180,10 @@ def step_benchmark(
         changes: of the preset's settings, as `remat` and `scan_layers`.
 
     Returns:
-        `step_seconds_median`, `step_seconds_min`; `compile_seconds` and `temporary_bytes` of the two executables;
-        `flops` of a step by the formula; `peak_flops`, a second, of the machine's own matmul in this run, and
-        `peak_share`. With `against`: `against_seconds_median` and `_min`, and `ratio`, ours over theirs, the median of
-        pairs.
+        `preset`, `remat`, `scan_layers`; `step_seconds_median`, `step_seconds_min`; `compile_seconds` and
+        `temporary_bytes` of the two executables; `flops` of a step by the formula; `peak_flops`, a second, of the
+        machine's own matmul in this run, and `peak_share`. With `against`: `against_seconds_median` and `_min`, and
+        `ratio`, ours over theirs, the median of pairs.
 
     Raises:
         UserError: the command fails, or prints something else.
@@ -227,6 +227,8 @@ def step_benchmark(
     peak = matmul_peak(subject.settings.compute_dtype) * devices
     report = {
         "preset": name,
+        "remat": subject.settings.remat,
+        "scan_layers": subject.settings.scan_layers,
         "step_seconds_median": round(median(ours), 4),
         "step_seconds_min": round(min(ours), 4),
         "compile_seconds": round(compile_seconds, 1),

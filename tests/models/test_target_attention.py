@@ -44,10 +44,11 @@ def test_against_float64(implementation, time, head_dim, window, monkeypatch):
         np.testing.assert_allclose(out[row], dense(q[row], k[row], v[row], visible(time, window)), atol=1e-5)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_half_precision(implementation):
+def test_half_precision(implementation, head_dim):
     """Of bfloat16 operands, against the plain formula of the same in float32."""
-    operands = [x.astype(jnp.bfloat16) for x in draw(0, 1, 96, 4, 2, 64)]
+    operands = [x.astype(jnp.bfloat16) for x in draw(0, 1, 96, 4, 2, head_dim)]
     out = self_attention(*operands, implementation=implementation)
     assert out.dtype == jnp.bfloat16
     expected = self_attention(*(x.astype(jnp.float32) for x in operands), implementation="reference")
@@ -94,6 +95,7 @@ def test_only_visible_chunks_are_read(monkeypatch):
         ("cpu", None, 1025, "float32", 64, "blocked"),
         ("gpu", "9.0", 3072, "bfloat16", 128, "cudnn"),
         ("gpu", "7.5", 3072, "bfloat16", 128, "blocked"),
+        ("gpu", "gfx90a", 3072, "bfloat16", 128, "blocked"),
         ("gpu", "9.0", 3072, "float32", 128, "blocked"),
         ("gpu", "9.0", 3072, "bfloat16", 256, "blocked"),
         ("tpu", None, 3072, "bfloat16", 128, "splash"),

@@ -8,7 +8,7 @@ from dflash_jax.models import weights
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.parallel import mesh_of
 from dflash_jax.training.anchors import Blocks
-from dflash_jax.training.flops import step_flops
+from dflash_jax.training.flops import step_flops, target_flops
 from dflash_jax.training.state import DraftSettings, Tables
 from dflash_jax.training.step import block_loss
 from tests.helpers import tiny_drafter, tiny_target
@@ -45,3 +45,11 @@ def test_against_the_compiler():
     assert counted == pytest.approx(formula.total, rel=0.05)
     assert formula.total == formula.linear + formula.attention + formula.projection
     assert jnp.isclose(formula.recomputed, formula.linear / 3, rtol=0.5)
+
+
+def test_a_target_sees_half_a_row_or_a_window():
+    full, sliding = tiny_target(), tiny_target(windows=(None, 8, None, 200))
+    inner, tokens, length = full.num_heads * full.head_dim, 64, 64
+    saved = target_flops(full, 4, tokens, length) - target_flops(sliding, 4, tokens, length)
+    assert saved == 2 * tokens * 2 * inner * (length // 2 - 8)
+    assert target_flops(full, 2, tokens, length) * 2 == target_flops(full, 4, tokens, length)

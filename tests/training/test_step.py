@@ -92,11 +92,11 @@ def test_mesh_and_accumulation_change_nothing(mesh_shape, accumulation, referenc
 
 @pytest.mark.parametrize("loss", ["forward_kl", "lk"])
 def test_mesh_and_recomputation_change_nothing_of_another_objective(loss):
-    """The target's distribution as label, weights by D-PACE, tiles instead of a dense mask."""
+    """The target's distribution as label, weights by D-PACE, tiles instead of a dense mask, layers in a loop."""
     objective = {"loss": loss, "weighting": "d_pace", "attention": "blocked", "anchors": 12}
     reference = run((1, 1, 1), 1, **objective | {"attention": "reference"})
-    remat = "layer" if loss == "lk" else "all"
-    assert_equal_runs(run((2, 2, 2), 1, **objective, remat=remat), reference)
+    layers = {"remat": "layer"} if loss == "lk" else {"remat": "all", "scan_layers": True}
+    assert_equal_runs(run((2, 2, 2), 1, **objective, **layers), reference)
 
 
 def assert_equal_runs(found, reference):

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from dflash_jax.data.buckets import Bucket
-from dflash_jax.models import blocked_attention, weights
+from dflash_jax.models import blocked_attention, target_attention, weights
 from dflash_jax.models import drafter as drafter_module
 from dflash_jax.models.target import Target
 from dflash_jax.parallel import compiler_options
@@ -38,6 +38,16 @@ def small_tiles(monkeypatch):
 def accumulate_of(mesh_shape=(1, 1, 1), rows=1, **changes):
     """The compiled function; by default one sequence on one device, without looks at trees."""
     target = tiny_target(vocab_size=VOCAB)
+    settings = settings_of(target, **changes)
+    step = make_step(settings, colocated(mesh_shape))
+    _, specs = weights.split(Target(target))
+    tables = tables_of(weights.abstract(specs, step.meshes.drafter))
+    features = abstract_features(step, settings, Bucket(SEQ, rows))
+    lowered = step.accumulate.lower(abstract_state(step, settings), tables, features)
+    return lowered.compile(compiler_options(step.meshes.drafter))
+
+
+def settings_of(target, **changes):
     schedule = optax.constant_schedule(1e-3)
     settings = StepSettings(
         drafter=tiny_drafter(target, block_size=BLOCK),
@@ -49,14 +59,7 @@ def accumulate_of(mesh_shape=(1, 1, 1), rows=1, **changes):
         compute_dtype=jnp.float32,
         edges=(SEQ,),
     )
-    settings = replace(settings, **changes)
-    step = make_step(settings, colocated(mesh_shape))
-    _, specs = weights.split(Target(target))
-    tables = tables_of(weights.abstract(specs, step.meshes.drafter))
-    features = abstract_features(step, settings, Bucket(SEQ, rows))
-    return step.accumulate.lower(abstract_state(step, settings), tables, features).compile(
-        compiler_options(step.meshes.drafter)
-    )
+    return replace(settings, **changes)
 
 
 def shapes_of(text):
@@ -86,6 +89,27 @@ def test_the_vocabulary_is_not_gathered(mesh_shape, changes):
     # Reshaped or flattened too, and as parts of a tuple.
     whole = [result for result in results if any(size % VOCAB == 0 for shape in shapes_of(result) for size in shape)]
     assert not whole, whole
+
+
+def test_a_loop_over_layers_holds_one_layer():
+    """Of eight layers: far fewer instructions."""
+    arch = tiny_drafter(tiny_target(vocab_size=VOCAB), block_size=BLOCK, num_layers=8)
+    unrolled, looped = (accumulate_of(drafter=arch, scan_layers=scan).as_text() for scan in (False, True))
+    assert len(looped) < 0.6 * len(unrolled)
+
+
+@pytest.mark.parametrize("attention", ["reference", "blocked"])
+def test_the_target_in_tiles_has_no_dense_array(attention, monkeypatch):
+    """Neither a mask nor scores of a row's queries by its keys; the reference has them, 512 queries at a time."""
+    monkeypatch.setattr(target_attention, "CHUNK_KEYS", 64)
+    target = tiny_target(vocab_size=64)
+    settings = settings_of(target, target_attention=attention)
+    step = make_step(settings, colocated((1, 1, 1)))
+    _, specs = weights.split(Target(target))
+    batch = abstract_features(step, settings, Bucket(SEQ, 1)).batch
+    lowered = step.features.lower(weights.abstract(specs, step.meshes.target), batch)
+    shapes = shapes_of(lowered.compile(compiler_options(step.meshes.target)).as_text())
+    assert (max(np.prod(shape) for shape in shapes) >= SEQ * SEQ) == (attention == "reference")
 
 
 def test_temporaries_grow_linearly_in_anchors():
