@@ -113,8 +113,11 @@ def test_the_target_in_tiles_has_no_dense_array(attention, monkeypatch):
 
 
 def test_temporaries_grow_linearly_in_anchors():
-    """And so do the operations outside of the attention's loops; those inside are counted in its own tests."""
-    few, some, many = (accumulate_of(anchors=anchors) for anchors in (64, 128, 256))
+    """And so do the operations outside of the attention's loops; those inside are counted in its own tests.
+
+    From a size on from which the chunks of the loss are full.
+    """
+    few, some, many = (accumulate_of(anchors=anchors) for anchors in (128, 256, 512))
 
     def grows(quantity):
         first, second, third = map(quantity, (few, some, many))
