@@ -9,6 +9,7 @@ from dflash_jax.models.architecture import FULL, DrafterArchitecture, Rope, Targ
 from dflash_jax.models.drafter import Drafter, TrainedDrafter
 from dflash_jax.models.target import FrozenTarget, Target
 from dflash_jax.parallel import Meshes, mesh_of
+from dflash_jax.training.anchors import Blocks
 from dflash_jax.training.state import Features
 
 MEASURED = "measured"
@@ -102,6 +103,18 @@ def features_of(step, target_params, batch):
     """Features of a batch where both models share a mesh; `step` jitted or compiled."""
     units, _ = step.features(target_params, batch)
     return Features(batch, tuple(tap for (tap,) in units))
+
+
+def abstract_blocks(count, block_size):
+    """Shapes of the blocks of one sequence."""
+    anchors, offsets = (1, count), (1, count, block_size - 1)
+    return Blocks(
+        anchors=jax.ShapeDtypeStruct(anchors, "int32"),
+        keep=jax.ShapeDtypeStruct(anchors, "bool"),
+        tokens=jax.ShapeDtypeStruct((*anchors, block_size), "int32"),
+        labels=jax.ShapeDtypeStruct(offsets, "int32"),
+        valid=jax.ShapeDtypeStruct(offsets, "bool"),
+    )
 
 
 def relative_error(actual, expected):

@@ -7,11 +7,10 @@ import pytest
 from dflash_jax.models import weights
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.parallel import mesh_of
-from dflash_jax.training.anchors import Blocks
 from dflash_jax.training.flops import step_flops, target_flops
 from dflash_jax.training.state import DraftSettings, Tables
 from dflash_jax.training.step import block_loss
-from tests.helpers import tiny_drafter, tiny_target
+from tests.helpers import abstract_blocks, tiny_drafter, tiny_target
 
 
 def test_against_the_compiler():
@@ -28,14 +27,7 @@ def test_against_the_compiler():
     def loss(params, tables, taps, blocks, lengths):
         return block_loss(params, graph, tables, taps, blocks, lengths, settings)[0]
 
-    offsets = (1, count, block - 1)
-    blocks = Blocks(
-        anchors=array(1, count, dtype="int32"),
-        keep=array(1, count, dtype="bool"),
-        tokens=array(1, count, block, dtype="int32"),
-        labels=array(*offsets, dtype="int32"),
-        valid=array(*offsets, dtype="bool"),
-    )
+    blocks = abstract_blocks(count, block)
     table = array(vocab, 256)
     taps = (array(1, seq, 256),) * 2
     params = weights.abstract(specs, mesh_of((1, 1, 1)))

@@ -15,13 +15,12 @@ from dflash_jax.models.architecture import Rope, TargetArchitecture, check_mesh,
 from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.target import Target
 from dflash_jax.parallel import MESH_AXES, Meshes, bytes_per_device, compiler_options, mesh_of
-from dflash_jax.training.anchors import Blocks
 from dflash_jax.training.compiled import compile_step
 from dflash_jax.training.flops import step_flops
 from dflash_jax.training.optimizer import make_optimizer, make_schedule
 from dflash_jax.training.state import DraftSettings, StepSettings, Tables
 from dflash_jax.training.step import abstract_features, abstract_state, block_loss, make_step
-from tests.helpers import MEASURED
+from tests.helpers import MEASURED, abstract_blocks
 
 QWEN3_8B = TargetArchitecture(
     family="qwen3",
@@ -65,14 +64,7 @@ def test_one_sequence_fits(recipe, record_property):
             return jax.ShapeDtypeStruct(shape, dtype)
 
         table = array(QWEN3_8B.vocab_size, QWEN3_8B.hidden_size)
-        offsets = (1, anchors, block - 1)
-        blocks = Blocks(
-            anchors=array(1, anchors, dtype="int32"),
-            keep=array(1, anchors, dtype="bool"),
-            tokens=array(1, anchors, block, dtype="int32"),
-            labels=array(*offsets, dtype="int32"),
-            valid=array(*offsets, dtype="bool"),
-        )
+        blocks = abstract_blocks(anchors, block)
         taps = tuple(array(1, seq, QWEN3_8B.hidden_size) for _ in drafter.target_layer_ids)
         params = weights.abstract(specs, mesh)
         lowered = jax.jit(jax.value_and_grad(loss)).lower(
