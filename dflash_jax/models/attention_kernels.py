@@ -59,7 +59,7 @@ def _attend(rule: Rule, q: Array, context_k: Array, context_v: Array, block_k: A
 
 
 def _attend_forward(rule: Rule, q, context_k, context_v, block_k, block_v, anchors):
-    call, backend = Call(rule, q, context_k), _backend()
+    call = Call(rule, q, context_k)
     rows = call.rows(q)
     near_k, near_v = call.rows(block_k), call.rows(block_v)
     of_rows, of_context, of_keys = call.of_tile(rows), call.of_sequence(context_k), call.of_tile(near_k)
@@ -69,7 +69,7 @@ def _attend_forward(rule: Rule, q, context_k, context_v, block_k, block_v, ancho
         in_specs=[of_rows, of_context, of_context, of_keys, of_keys, call.of_ends],
         out_specs=[of_rows, call.of_numbers],
         out_shape=[call.like(rows), call.numbers],
-        **backend,
+        **_backend(),
     )(rows, context_k, context_v, near_k, near_v, call.ends(anchors))
     out, normaliser = checkpoint_name(out.reshape(q.shape), SAVED), checkpoint_name(normaliser, SAVED)
     return out, (q, context_k, context_v, block_k, block_v, anchors, out, normaliser)
@@ -77,7 +77,7 @@ def _attend_forward(rule: Rule, q, context_k, context_v, block_k, block_v, ancho
 
 def _attend_backward(rule: Rule, kept: tuple[Array, ...], out_gradient: Array) -> tuple[Array | None, ...]:
     q, context_k, context_v, block_k, block_v, anchors, out, normaliser = kept
-    call, backend = Call(rule, q, context_k), _backend()
+    call = Call(rule, q, context_k)
     rows, gradient, ends = call.rows(q), call.rows(out_gradient), call.ends(anchors)
     # Row sums of gradient times output: what the softmax's normalisation takes back.
     shared = (call.rows(out).astype(jnp.float32) * gradient.astype(jnp.float32)).sum(axis=-1, keepdims=True)
@@ -90,7 +90,7 @@ def _attend_backward(rule: Rule, kept: tuple[Array, ...], out_gradient: Array) -
         in_specs=[of_rows, of_context, of_context, of_keys, of_keys, call.of_ends, of_rows, of_numbers, of_numbers],
         out_specs=[of_rows, of_keys, of_keys],
         out_shape=[call.like(rows), call.like(near_k), call.like(near_v)],
-        **backend,
+        **_backend(),
     )(rows, context_k, context_v, near_k, near_v, ends, gradient, normaliser, shared)
 
     spans = _tiles_that_see(rule, anchors, context_k.shape[2] // rule.chunk)
@@ -291,16 +291,10 @@ def _keys_in_turn_kernel(rule: Rule, block: int, spans_ref, k_ref, v_ref, *refs)
 
 
 def _of_keys(
-    visible: Bool[Array, "rows keys"],
-    k: Float[Array, "keys d"],
-    v: Float[Array, "keys d"],
-    q: Float[Array, "rows d"],
-    gradient: Float[Array, "rows d"],
-    normaliser: Float[Array, "rows 1"],
-    shared: Float[Array, "rows 1"],
+    visible: Array, k: Array, v: Array, q: Array, gradient: Array, *rest: Array
 ) -> tuple[Float[Array, "keys d"], Float[Array, "keys d"]]:
-    """What a tile adds to the gradients of a chunk's keys and values."""
-    weights, scores = _weights_and_scores(visible, k, v, q, gradient, normaliser, shared)
+    """What a tile adds to the gradients of a chunk's keys and values; arguments as of `_weights_and_scores`."""
+    weights, scores = _weights_and_scores(visible, k, v, q, gradient, *rest)
     return _product(scores, q, transpose=True), _product(weights, gradient, transpose=True)
 
 

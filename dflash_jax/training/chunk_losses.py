@@ -160,7 +160,7 @@ def _in_slices(
     # Log ratios are taken relative to the label's: only differences count, and half precision keeps small numbers best.
     offset = label.logit - label.logit_of(target_hidden, axes) if reverse else None
 
-    def visit(index: Array | int, seen: tuple[Running, Running | None, Array]) -> tuple[Running, Running | None, Array]:
+    def visit(index: Array, seen: tuple[Running, Running | None, Array]) -> tuple[Running, Running | None, Array]:
         drafter, target, ranks = seen
         # The last slice begins sooner rather than reach beyond the end; what it sees again counts nothing.
         first = jnp.minimum(index * size, vocab - size)
