@@ -267,7 +267,7 @@ class OptimizerSection(Section):
     learning_rate: Annotated[float, Field(ge=0)] = 6e-4
     b1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     b2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    eps: Annotated[float, Field(gt=0)] = 1e-8
+    eps: Annotated[float, Field(ge=1e-30)] = 1e-8
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     warmup_ratio: Ratio = 0.04
     final_ratio: Ratio = 0.1
@@ -418,6 +418,11 @@ class HealthSection(Section):
     def action(self, detector: str) -> Action:
         """What is done about it."""
         return self.actions.get(detector, DEFAULT_ACTIONS[detector])
+
+    @property
+    def judges_updates(self) -> bool:
+        """Whether a detector that looks at the update itself may have it skipped."""
+        return any(self.action(name) in SKIPPING for name in ("vanishing", "update_norm"))
 
     @property
     def rolls_back(self) -> bool:

@@ -111,7 +111,7 @@ def abstract_blocks(count, block_size):
     return Blocks(
         anchors=jax.ShapeDtypeStruct(anchors, "int32"),
         keep=jax.ShapeDtypeStruct(anchors, "bool"),
-        tokens=jax.ShapeDtypeStruct((*anchors, block_size), "int32"),
+        tokens=jax.ShapeDtypeStruct(anchors, "int32"),
         labels=jax.ShapeDtypeStruct(offsets, "int32"),
         valid=jax.ShapeDtypeStruct(offsets, "bool"),
     )

@@ -97,9 +97,7 @@ class GoldenStep:
         anchors = jnp.zeros((rows, 12), jnp.int32).at[0].set(jnp.asarray(self.file["anchors"], jnp.int32))
         keep = jnp.zeros((rows, 12), bool).at[0].set(True)
         drafter = self.settings.drafter
-        blocks = lay_out_blocks(
-            batch.tokens, batch.loss_mask, batch.lengths, anchors, keep, drafter.block_size, drafter.mask_token_id
-        )
+        blocks = lay_out_blocks(batch.tokens, batch.loss_mask, batch.lengths, anchors, keep, drafter.block_size)
         graph, _ = weights.split(Drafter(drafter))
         return jax.grad(block_loss, has_aux=True)(
             params,

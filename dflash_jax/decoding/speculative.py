@@ -20,7 +20,7 @@ from dflash_jax.decoding.prompts import PromptBatch
 from dflash_jax.decoding.sampling import GREEDY, Sampling, choose, row_keys
 from dflash_jax.errors import UserError
 from dflash_jax.models.architecture import DrafterArchitecture
-from dflash_jax.models.drafter import Drafter, mask_blocks
+from dflash_jax.models.drafter import Drafter
 from dflash_jax.models.target import Cache, Target, write_rows
 from dflash_jax.models.weights import Params
 from dflash_jax.parallel import Leaf
@@ -147,11 +147,9 @@ def draft_logits(
     drafter: Drafter, target: Target, anchor: Int[Array, "batch"], position: Int[Array, "batch"], draft_cache: Cache
 ) -> Float[Array, "batch offsets vocab"]:
     """Logits of the tokens at offsets 1..block-1 behind the token `anchor` at `position`."""
-    arch = drafter.arch
-    blocks = mask_blocks(anchor[:, None], arch.block_size, arch.mask_token_id)
     embedding = target.embedding()
-    hidden = drafter(blocks, position[:, None], draft_cache, embedding, embedding.dtype)
-    return drafter.logits(hidden[:, 0, 1:], target.projection())
+    hidden = drafter(anchor[:, None], position[:, None], draft_cache, embedding, embedding.dtype)
+    return drafter.logits(hidden[:, 0], target.projection())
 
 
 def begin(

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +55,10 @@ class Fusion(nnx.Module):
 
 
 class DrafterAttention(nnx.Module):
-    """Queries from the block; keys and values from the context and the block, by the same projections."""
+    """Queries from the block; keys and values from the context and the block, by the same projections.
+
+    The first layer reads what differs of its rows, as `lay_out` takes it; the last returns no row of offset 0.
+    """
 
     def __init__(self, arch: DrafterArchitecture, layer: int):
         inner, kv_inner = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
@@ -66,32 +70,45 @@ class DrafterAttention(nnx.Module):
         self.k_norm = RMSNorm(arch.head_dim, arch.rms_norm_eps)
         self.head_dim = arch.head_dim
         self.window, self.causal = arch.window(layer), arch.causal(layer)
+        self.block = arch.block_size if layer == 0 else None
+        self.first_offset = 1 if layer == arch.num_layers - 1 else 0
 
     def keys_values(
-        self, x: Float[Array, "*batch hidden"], rotary: tuple[Array, Array]
+        self, x: Float[Array, "*rows hidden"], rotary: tuple[Array, Array], block: int | None = None
     ) -> tuple[Float[Array, "*batch kv_heads head_dim"], Float[Array, "*batch kv_heads head_dim"]]:
-        """Normed, rotated keys and plain values; of the fused context as well as of block rows."""
-        heads = (*x.shape[:-1], -1, self.head_dim)
-        return rotate(self.k_norm(self.k_proj(x).reshape(heads)), *rotary), self.v_proj(x).reshape(heads)
+        """Normed, rotated keys and plain values; of the fused context as well as of block rows.
+
+        Args:
+            block: lay the rows out in blocks of this size.
+        """
+        k, v = self.k_norm(self._heads(self.k_proj(x))), self._heads(self.v_proj(x))
+        return rotate(lay_out(k, block), *rotary), lay_out(v, block)
 
     def __call__(
         self,
-        x: Float[Array, "batch blocks block hidden"],
+        x: Float[Array, "batch *rows hidden"],
         rotary: tuple[Array, Array],
         context: tuple[Array, Array],
         anchors: Int[Array, "batch blocks"],
         implementation: Attention,
-    ) -> Float[Array, "batch blocks block hidden"]:
-        q = rotate(self.q_norm(self.q_proj(x).reshape(*x.shape[:-1], -1, self.head_dim)), *rotary)
-        k, v = self.keys_values(x, rotary)
+    ) -> Float[Array, "batch blocks offsets hidden"]:
+        q = rotate(lay_out(self.q_norm(self._heads(self.q_proj(x))), self.block), *rotary)
+        k, v = self.keys_values(x, rotary, self.block)
         out = context_and_block_attention(
             q, *context, k, v, anchors, window=self.window, causal=self.causal, implementation=implementation
         )
-        return self.o_proj(out.reshape(*x.shape[:-1], -1))
+        out = out[:, :, self.first_offset :]
+        return self.o_proj(out.reshape(*out.shape[:3], -1))
+
+    def _heads(self, x: Float[Array, "*rows inner"]) -> Float[Array, "*rows heads head_dim"]:
+        return x.reshape(*x.shape[:-1], -1, self.head_dim)
 
 
 class DrafterBlock(nnx.Module):
-    """Pre-norm block; `input_layernorm` applies to block rows only, never to the context."""
+    """Pre-norm block; `input_layernorm` applies to block rows only, never to the context.
+
+    Rows in and out are as those of its attention.
+    """
 
     def __init__(self, arch: DrafterArchitecture, layer: int):
         self.input_layernorm = RMSNorm(arch.hidden_size, arch.rms_norm_eps)
@@ -109,7 +126,8 @@ class DrafterBlock(nnx.Module):
         in_parts: bool,
     ) -> Array:
         """`in_parts`: the MLP takes some rows after the other, so that few of its wide activations exist at a time."""
-        x = x + self.self_attn(self.input_layernorm(x), rotary, context, anchors, implementation)
+        attended = self.self_attn(self.input_layernorm(x), rotary, context, anchors, implementation)
+        x = lay_out(x, self.self_attn.block)[:, :, self.self_attn.first_offset :] + attended
         mlp = self.mlp.gathered() if in_parts else self.mlp
 
         def feed(x: Array) -> Array:
@@ -147,7 +165,7 @@ class Drafter(nnx.Module):
 
     def __call__(
         self,
-        blocks: Int[Array, "batch blocks block"],
+        tokens: Int[Array, "batch blocks"],
         anchors: Int[Array, "batch blocks"],
         context: Cache,
         embedding: Float[Array, "vocab hidden"],
@@ -156,36 +174,52 @@ class Drafter(nnx.Module):
         attention: Attention = "auto",
         remat: Remat = "none",
         scan: bool = False,
-    ) -> Float[Array, "batch blocks block hidden"]:
-        """Final-normed hidden state of every block row; offset k of a block predicts the token at anchor + k.
+    ) -> Float[Array, "batch blocks offsets hidden"]:
+        """Final-normed hidden states of blocks `[token, MASK, .., MASK]`: of offsets 1 and on, which are predicted.
+
+        Offset k of a block predicts the token at anchor + k.
 
         Args:
-            blocks: token ids, `[x_anchor, MASK, ..]` a block.
+            tokens: the token at each anchor.
             anchors: absolute position of offset 0; the block sees the context strictly before it.
             context: from `context(...)`, or a cache filled with its rows; slot index is absolute position.
             embedding: the target's table.
             dtype: of the matmuls.
             remat: what the backward pass makes anew instead of keeping it.
-            scan: compile one layer and loop over them, which must be alike, with their weights stacked on each call.
+            scan: compile one layer between the first and the last and loop over them, which must be alike, with their
+                weights stacked on each call.
         """
-        x = embed(embedding, blocks).astype(dtype) * self.arch.input_embedding_scale
-        x = constrain(x, "batch", None, None, None)
-        positions = anchors[:, :, None] + jnp.arange(blocks.shape[2])[None, None, :]
-        limit = context[0][0].shape[1] + blocks.shape[2]
-        rotary = rotary_table(self.arch.rope, self.arch.head_dim, positions, limit)
-        graphs, states = zip(*map(nnx.split, self.layers), strict=True)
-        states = map(nnx.to_pure_dict, states)
+        arch = self.arch
+        mask = jnp.full((tokens.shape[0], 1), arch.mask_token_id, tokens.dtype)
+        x = embed(embedding, jnp.concatenate([tokens, mask], axis=1)).astype(dtype) * arch.input_embedding_scale
+        x = constrain(x, "batch", None, None)
+        positions = anchors[:, :, None] + jnp.arange(arch.block_size)[None, None, :]
+        rotary = rotary_table(arch.rope, arch.head_dim, positions, context[0][0].shape[1] + arch.block_size)
 
         def run(graph: nnx.GraphDef, x: Array, state: Params, keys_values: tuple[Array, Array]) -> Array:
             return nnx.merge(graph, state)(x, rotary, keys_values, anchors, attention, remat != "none")
 
-        if scan:
-            layer = rematerialised(partial(run, graphs[0]), remat)
-            stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *zip(states, context, strict=True))
-            x, _ = jax.lax.scan(lambda x, one: (layer(x, *one), None), x, stacked)
-        else:
-            for graph, *one in zip(graphs, states, context, strict=True):
-                x = rematerialised(partial(run, graph), remat)(x, *one)
+        graphs, states = zip(*map(nnx.split, self.layers), strict=True)
+        layers = [
+            (rematerialised(partial(run, graph), remat), (nnx.to_pure_dict(state), keys_values))
+            for graph, state, keys_values in zip(graphs, states, context, strict=True)
+        ]
+
+        def each(x: Array, layers: list[Any]) -> Array:
+            for layer, operands in layers:
+                x = layer(x, *operands)
+            return x
+
+        def loop(x: Array, layers: list[Any]) -> Array:
+            if not layers:
+                return x
+            layer = layers[0][0]
+            stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(operands for _, operands in layers))
+            return jax.lax.scan(lambda x, operands: (layer(x, *operands), None), x, stacked)[0]
+
+        x = each(x, layers[:1])
+        x = (loop if scan else each)(x, layers[1:-1])
+        x = each(x, layers[1:][-1:])
         return self.norm(x)
 
     def logits(
@@ -193,6 +227,18 @@ class Drafter(nnx.Module):
     ) -> Float[Array, "*batch vocab"]:
         """float32 draft logits through the target's projection."""
         return scale_logits(matmul(hidden, projection, jnp.float32), self.arch)
+
+
+def lay_out(rows: Float[Array, "batch *rows"], block: int | None) -> Float[Array, "batch blocks block *rest"]:
+    """Whole blocks from the rows `[batch, blocks + 1, ..]` that differ: one an anchor, and at the end that of the mask.
+
+    Before the first attention all masks are the same row, so what is done to each row is done to so few. Without
+    `block` the rows are whole already.
+    """
+    if block is None:
+        return rows
+    offsets = jnp.arange(block).reshape(1, 1, -1, *[1] * (rows.ndim - 2))
+    return jnp.where(offsets == 0, rows[:, :-1, None], rows[:, -1:, None])
 
 
 def by_blocks(
@@ -230,9 +276,3 @@ def scale_logits(logits: Float[Array, "*batch"], arch: DrafterArchitecture) -> F
         logits = logits * arch.output_multiplier
     cap = arch.final_logit_softcapping
     return logits if cap is None else cap * jnp.tanh(logits / cap)
-
-
-def mask_blocks(anchor_tokens: Int[Array, "*batch"], block_size: int, mask_token_id: int) -> Int[Array, "*batch block"]:
-    """`[x_anchor, MASK, .., MASK]` for each anchor."""
-    masks = jnp.full((*anchor_tokens.shape, block_size - 1), mask_token_id, anchor_tokens.dtype)
-    return jnp.concatenate([anchor_tokens[..., None], masks], axis=-1)

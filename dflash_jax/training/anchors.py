@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Key
 
-from dflash_jax.models.drafter import mask_blocks
 from dflash_jax.parallel import Leaf
 
 
@@ -20,7 +19,7 @@ class Blocks:
     keep: Leaf
     """`[batch, blocks]` bool: false for padding blocks, which rows with few eligible positions carry."""
     tokens: Leaf
-    """`[batch, blocks, block]` int32: `[x_anchor, MASK, ..]`."""
+    """`[batch, blocks]` int32: the token at each anchor; all else that a block reads are masks."""
     labels: Leaf
     """`[batch, blocks, offsets]` int32: tokens at offsets 1..block-1."""
     valid: Leaf
@@ -81,7 +80,6 @@ def lay_out_blocks(
     anchors: Int[Array, "batch blocks"],
     keep: Bool[Array, "batch blocks"],
     block_size: int,
-    mask_token_id: int,
 ) -> Blocks:
     """Inputs and same-position labels of each block: the row at offset k predicts the token at anchor + k."""
     positions = anchors[:, :, None] + jnp.arange(1, block_size)[None, None, :]
@@ -90,11 +88,10 @@ def lay_out_blocks(
     flat = clipped.reshape(clipped.shape[0], -1)
     labels = jnp.take_along_axis(tokens, flat, axis=1).reshape(clipped.shape)
     supervised = jnp.take_along_axis(loss_mask, flat, axis=1).reshape(clipped.shape)
-    anchor_tokens = jnp.take_along_axis(tokens, anchors, axis=1)
     return Blocks(
         anchors=anchors,
         keep=keep,
-        tokens=mask_blocks(anchor_tokens, block_size, mask_token_id),
+        tokens=jnp.take_along_axis(tokens, anchors, axis=1),
         labels=labels,
         valid=supervised & inside & keep[:, :, None],
     )

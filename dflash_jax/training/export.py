@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from dflash_jax.errors import UserError
 from dflash_jax.models.architecture import SLIDING, DrafterArchitecture
-from dflash_jax.models.drafter import TrainedDrafter, mask_blocks
+from dflash_jax.models.drafter import TrainedDrafter
 from dflash_jax.models.huggingface import load_drafter, save_drafter
 from dflash_jax.models.weights import Params
 from dflash_jax.training.checkpoint import Position, load_drafter_checkpoint
@@ -82,20 +82,18 @@ def serving_warnings(arch: DrafterArchitecture) -> list[str]:
 
 
 def probe_logits(drafter: TrainedDrafter, params: Params) -> np.ndarray:
-    """Logits `[blocks, block, vocab]` of a few blocks over random features and tables, the same on every call."""
+    """Logits `[blocks, offsets, vocab]` of a few blocks over random features and tables, the same on every call."""
     arch = drafter.arch
     keys = jax.random.split(jax.random.key(0), len(arch.target_layer_ids) + 1)
     rows = min(arch.vocab_size, 512)
-    mask = arch.mask_token_id % rows
 
     @jax.jit
-    def logits(params: Params) -> Float[Array, "blocks block vocab"]:
+    def logits(params: Params) -> Float[Array, "blocks offsets vocab"]:
         module = nnx.merge(drafter.graph, params)
         taps = [jax.random.normal(key, (1, _CONTEXT, arch.target_hidden_size)) for key in keys[1:]]
         table = jax.random.normal(keys[0], (rows, arch.hidden_size)) * arch.hidden_size**-0.5
         anchors = jnp.array([[0, 1, _CONTEXT // 2, _CONTEXT]], jnp.int32)
-        blocks = mask_blocks(anchors % rows, arch.block_size, mask)
         context = module.context(taps, jnp.arange(_CONTEXT)[None, :])
-        return module.logits(module(blocks, anchors, context, table, jnp.float32), table)[0]
+        return module.logits(module(anchors % rows, anchors, context, table, jnp.float32), table)[0]
 
     return np.asarray(logits(params))

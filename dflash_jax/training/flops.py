@@ -27,25 +27,28 @@ class StepFlops:
 
 
 def step_flops(arch: DrafterArchitecture, vocab: int, tokens: int, blocks: int, visible: int, labels: int) -> StepFlops:
-    """
+    """Before the first attention only the anchors' rows count, the masks are all alike; behind the last one all others.
+
     Args:
         tokens: context tokens of the batch, padding included.
         blocks: of the batch.
         visible: context keys that a block sees, summed over blocks: without a window the sum of the anchors.
         labels: rows that go through the vocabulary projection.
     """
-    rows, hidden = blocks * arch.block_size, arch.hidden_size
+    rows, hidden, layers = blocks * arch.block_size, arch.hidden_size, arch.num_layers
     inner, kv_inner = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
-    of_rows = rows * hidden * (2 * inner + 2 * kv_inner + 3 * arch.intermediate_size)
+    projected = blocks + (layers - 1) * rows
+    mapped = (layers - 1) * rows + blocks * (arch.block_size - 1)
+    of_rows = hidden * (projected * (inner + 2 * kv_inner) + mapped * (inner + 3 * arch.intermediate_size))
     of_context = tokens * hidden * 2 * kv_inner
     fusion = tokens * len(arch.target_layer_ids) * arch.target_hidden_size * hidden
     scores = arch.block_size * visible + rows * arch.block_size
     # Forward once, backward by operand and by weight; features and the frozen projection ask for one of the two.
     return StepFlops(
-        linear=2 * (3 * arch.num_layers * (of_rows + of_context) + 2 * fusion),
-        attention=2 * 3 * arch.num_layers * 2 * scores * inner,
+        linear=2 * (3 * (of_rows + layers * of_context) + 2 * fusion),
+        attention=2 * 3 * layers * 2 * scores * inner,
         projection=2 * 2 * labels * hidden * vocab,
-        recomputed=2 * arch.num_layers * of_rows,
+        recomputed=2 * of_rows,
     )
 
 

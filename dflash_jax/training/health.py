@@ -6,7 +6,7 @@ units raises four times as many false alarms. What is flagged as an outlier stay
 is flagged for `REBASELINE` steps, the level has changed, and the statistics begin anew.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -116,8 +116,6 @@ class Reading:
     norm: Float[Array, ""]
     """Global gradient norm before clipping."""
     loss: Float[Array, ""]
-    update_norm: Float[Array, ""]
-    """Norm of what the optimizer would add to the weights."""
     module_shares: Float[Array, "modules"]
     """Share of each module in the squared norm."""
     clipped: Bool[Array, ""]
@@ -125,6 +123,9 @@ class Reading:
     """Whether the step had no label at all: nothing can be learnt from it about the run."""
     learning: Bool[Array, ""]
     """Whether the warm-up of the learning rate is over; before that no baseline is taken."""
+    update_norm: Float[Array, ""] = field(default_factory=lambda: jnp.float32(jnp.nan))
+    """Norm of what the optimizer adds to the weights; not a number as long as there is no update. Of a gradient that is
+    skipped, what the moments alone would add."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,8 @@ def observe(
     section: HealthSection, state: HealthState, reading: Reading, baseline_steps: int
 ) -> tuple[HealthState, Verdict]:
     """Judge one update by the statistics of those before it, then let it into them unless it is an outlier."""
-    finite = jnp.isfinite(reading.norm) & jnp.isfinite(reading.loss) & jnp.isfinite(reading.update_norm)
+    # Of a gradient with a finite norm AdamW makes a finite update: its squares are finite, and eps is above zero.
+    finite = jnp.isfinite(reading.norm) & jnp.isfinite(reading.loss)
     seen = finite & ~reading.empty
     baseline = state.baseline[:baseline_steps]
     baseline_full = state.baseline_count >= baseline_steps
@@ -183,9 +185,9 @@ def observe(
         "loss_spike": loss_spike,
         "module": baseline_full & seen & (owns_all | jumps),
     }
+    # Of the flags that ask for it alone: where none of them looks at the update, the skip does not wait for it.
+    skip = jnp.stack([jnp.bool_(False), *(flags[name] for name in DETECTORS if section.action(name) in SKIPPING)]).any()
     flags = jnp.stack([flags[name] & (section.action(name) != "off") for name in DETECTORS])
-    skips = jnp.array([section.action(name) in SKIPPING for name in DETECTORS])
-    skip = (flags & skips).any()
     outlier = ~finite | severe | loss_spike
     ignored = outlier | nothing | reading.empty
     state = replace(
@@ -206,6 +208,13 @@ def observe(
     module = jnp.where(owns_all, shares.argmax(), jump.argmax())
     state = _remember(state, reading, norm.log, outlier & finite, ignored, baseline_steps)
     return state, Verdict(flags, skip, norm.z, module)
+
+
+def foresee(section: HealthSection, state: HealthState, reading: Reading, baseline_steps: int) -> Bool[Array, ""]:
+    """Whether this update is to be skipped, as far as it can be known before there is one."""
+    if not section.enabled:
+        return jnp.bool_(False)
+    return observe(section, state, reading, baseline_steps)[1].skip
 
 
 @dataclass(frozen=True)

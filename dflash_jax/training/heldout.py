@@ -85,8 +85,7 @@ def drafting_of_answers(
     positions = jnp.broadcast_to(jnp.arange(batch.tokens.shape[1])[None, :], batch.tokens.shape)
     taps = settings.drafter.target_layer_ids
     states = target.states(batch.tokens, positions, taps, settings.asks_target, settings.target_attention)
-    block_size, mask_token_id = settings.drafter.block_size, settings.drafter.mask_token_id
-    blocks = lay_out_blocks(batch.tokens, batch.loss_mask, batch.lengths, anchors, keep, block_size, mask_token_id)
+    blocks = lay_out_blocks(batch.tokens, batch.loss_mask, batch.lengths, anchors, keep, settings.drafter.block_size)
     tables = tables_of(target_params)
     _, (sums, hidden, ranks) = block_loss(params, drafter_graph, tables, states, blocks, batch.lengths, settings)
     return with_trees(sums, tables, hidden, ranks, blocks, settings, jnp.bool_(True))

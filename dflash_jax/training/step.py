@@ -38,9 +38,9 @@ from dflash_jax.telemetry.drafting import (
 from dflash_jax.telemetry.trees import tree_acceptance
 from dflash_jax.training.anchors import Blocks, draw_anchors, eligible_anchors, lay_out_blocks
 from dflash_jax.training.handover import Handover, Units
-from dflash_jax.training.health import HealthState, Reading, adaptive_factor, observe, recent_quantiles
+from dflash_jax.training.health import HealthState, Reading, adaptive_factor, foresee, observe, recent_quantiles
 from dflash_jax.training.objective import d_pace_weights, position_weights, row_losses
-from dflash_jax.training.optimizer import optimizer_shardings
+from dflash_jax.training.optimizer import keep, optimizer_shardings
 from dflash_jax.training.state import DraftSettings, Features, StepSettings, Tables, TrainState, tables_of
 
 
@@ -88,8 +88,6 @@ def block_loss(
         remat=settings.remat,
         scan=settings.scan_layers,
     )
-    # Offset 0 is given, so its row is dropped before the projection.
-    hidden = hidden[:, :, 1:]
     shape = blocks.valid.shape
     # The target predicts the token at a position from the one before.
     before = jnp.clip(blocks.anchors[:, :, None] + jnp.arange(shape[2])[None, None, :], 0, seq - 1)
@@ -166,7 +164,6 @@ def accumulate(
         anchors,
         keep,
         settings.drafter.block_size,
-        settings.drafter.mask_token_id,
     )
     taps = features.taps
     if settings.noise is not None:
@@ -194,14 +191,26 @@ def update(settings: StepSettings, state: TrainState) -> tuple[TrainState, dict[
     The reported norm is the one that `optax.clip_by_global_norm` computes from the same arrays: the compiler merges
     the two into one reduction a weight, and the norms by module are sums of the same.
     """
+    section, steps = settings.health, settings.baseline_steps
     total = state.sums.total()
     scale = 1.0 / jnp.maximum(total.weight, 1e-30)
-    gradient = jax.tree.map(lambda g: g * scale, state.gradient)
-    grad_norm = optax.tree.norm(gradient)
+    grad_norm = scale * optax.tree.norm(state.gradient)
     drafting = drafting_metrics(total)
-    factor = adaptive_factor(settings.health, state.health, grad_norm, settings.clip_norm, settings.baseline_steps)
-    updates, optimizer_state = settings.optimizer.update(gradient, state.optimizer, state.params, factor=factor)
-    params = optax.apply_updates(state.params, updates)
+    squares = module_squares(state.gradient)
+    reading = Reading(
+        norm=grad_norm,
+        loss=drafting["loss"],
+        module_shares=squares / jnp.maximum(squares.sum(), 1e-30),
+        clipped=grad_norm > settings.clip_norm,
+        empty=total.weight == 0,
+        learning=state.applied >= settings.learning_from,
+    )
+    skip = foresee(section, state.health, reading, steps)
+    factor = adaptive_factor(section, state.health, grad_norm, settings.clip_norm, steps)
+    updates, optimizer_state = settings.optimizer.update(
+        state.gradient, state.optimizer, state.params, scale=scale, factor=factor, skip=skip
+    )
+    params = keep(skip, state.params, optax.apply_updates(state.params, updates))
 
     def trees(sums: DraftingSums) -> dict[str, Array]:
         return tree_metrics(sums) if settings.tree_blocks else {}
@@ -213,24 +222,14 @@ def update(settings: StepSettings, state: TrainState) -> tuple[TrainState, dict[
         "grad_norm": grad_norm,
         "learning_rate": settings.schedule(state.applied),
     }
-    health, skip = state.health, jnp.bool_(False)
-    if settings.health.enabled:
-        squares = module_squares(gradient)
+    health = state.health
+    if section.enabled:
         update_norm = optax.tree.norm(updates)
-        reading = Reading(
-            norm=grad_norm,
-            loss=drafting["loss"],
-            update_norm=update_norm,
-            module_shares=squares / jnp.maximum(squares.sum(), 1e-30),
-            clipped=grad_norm > settings.clip_norm,
-            empty=total.weight == 0,
-            learning=state.applied >= settings.learning_from,
-        )
-        health, verdict = observe(settings.health, state.health, reading, settings.baseline_steps)
-        skip = verdict.skip
-        params, optimizer_state = jax.tree.map(
-            lambda new, old: jnp.where(skip, old, new), (params, optimizer_state), (state.params, state.optimizer)
-        )
+        health, verdict = observe(section, health, replace(reading, update_norm=update_norm), steps)
+        if section.judges_updates:  # the one case that costs a copy of all state
+            skip = verdict.skip
+            params, optimizer_state = keep(skip, (state.params, state.optimizer), (params, optimizer_state))
+        update_norm = jnp.where(skip, 0.0, update_norm)
         param_norm = optax.tree.norm(params)  # of the new weights: the old ones are overwritten in place
         metrics |= {
             "clip_factor": factor * jnp.minimum(1.0, settings.clip_norm / jnp.maximum(grad_norm, 1e-30)),
@@ -239,7 +238,7 @@ def update(settings: StepSettings, state: TrainState) -> tuple[TrainState, dict[
             "update_ratio": update_norm / jnp.maximum(param_norm, 1e-30),
             "norm_z": verdict.z,
             "norm_baseline": recent_quantiles(health),
-            "module_norms": jnp.sqrt(squares),
+            "module_norms": scale * jnp.sqrt(squares),
             "flagged_module": verdict.module,
             "flags": verdict.flags,
             "skipped": health.skipped,

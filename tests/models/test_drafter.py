@@ -9,8 +9,9 @@ from flax import nnx
 from dflash_jax.decoding.generate import prefill
 from dflash_jax.decoding.prompts import PromptBatch
 from dflash_jax.decoding.speculative import draft_logits, write_context
+from dflash_jax.models import weights
 from dflash_jax.models.architecture import SLIDING
-from dflash_jax.models.drafter import mask_blocks
+from dflash_jax.models.layers import rotary_table
 from tests.helpers import make_drafter, make_target, relative_error, tiny_drafter, tiny_target
 
 SEQ, BLOCK = 24, 4
@@ -27,9 +28,8 @@ def pair():
 def packed_hidden(drafter, params, taps, tokens, table):
     module = nnx.merge(drafter.graph, params)
     anchors = jnp.asarray(ANCHORS)
-    blocks = mask_blocks(jnp.take_along_axis(tokens, anchors, axis=1), BLOCK, drafter.arch.mask_token_id)
     context = module.context(taps, jnp.arange(SEQ)[None])
-    return module(blocks, anchors, context, table, jnp.float32)
+    return module(jnp.take_along_axis(tokens, anchors, axis=1), anchors, context, table, jnp.float32)
 
 
 def test_no_gradient_from_the_anchor_on(pair):
@@ -46,34 +46,69 @@ def test_no_gradient_from_the_anchor_on(pair):
         return jax.jacrev(lambda taps: packed_hidden(drafter, drafter.params, taps, tokens, table)[0] @ probe)(taps)
 
     for gradient in jacobian(taps):
-        size = np.abs(np.asarray(gradient)[:, :, 0]).sum(axis=-1)  # [blocks, block, seq]
+        size = np.abs(np.asarray(gradient)[:, :, 0]).sum(axis=-1)  # [blocks, offsets, seq]
         for index, anchor in enumerate(ANCHORS[0]):
             assert (size[index, :, :anchor] > 0).all()
             assert (size[index, :, anchor:] == 0).all()
 
 
 def test_no_gradient_across_blocks(pair):
-    """A block's input embeddings reach its own rows, all of them, and no other block's."""
+    """An anchor's embedding reaches all rows of its own block and no other's; the mask's reaches every row."""
     _, drafter = pair
     rng = np.random.default_rng(1)
     taps = [jnp.asarray(rng.standard_normal((1, SEQ, 32), np.float32)) for _ in range(2)]
-    # One private table row for every block row, so that a gradient names its block.
-    rows = ANCHORS.shape[1] * BLOCK
-    blocks = jnp.arange(rows, dtype=jnp.int32).reshape(1, -1, BLOCK)
-    table = jnp.asarray(rng.standard_normal((rows, 32), np.float32))
+    # One private table row for every anchor, so that a gradient names its block; ids beyond take the last row.
+    count = ANCHORS.shape[1]
+    tokens = jnp.arange(count, dtype=jnp.int32)[None]
+    table = jnp.asarray(rng.standard_normal((count + 1, 32), np.float32))
+    assert drafter.arch.mask_token_id >= count
 
     def outputs(table):
         module = nnx.merge(drafter.graph, drafter.params)
         context = module.context(taps, jnp.arange(SEQ)[None])
-        return module(blocks, jnp.asarray(ANCHORS), context, table, jnp.float32)[0]
+        return module(tokens, jnp.asarray(ANCHORS), context, table, jnp.float32)[0]
 
     jacobian = jax.jit(jax.jacrev(lambda table: outputs(table) @ jnp.arange(32.0)))(table)
-    jacobian = np.abs(np.asarray(jacobian)).sum(axis=-1)
-    jacobian = jacobian.reshape(-1, BLOCK, ANCHORS.shape[1], BLOCK)
-    for source in range(ANCHORS.shape[1]):
-        for sink in range(ANCHORS.shape[1]):
-            reached = jacobian[sink, :, source, :]
+    jacobian = np.abs(np.asarray(jacobian)).sum(axis=-1)  # [blocks, offsets, table rows]
+    for source in range(count):
+        for sink in range(count):
+            reached = jacobian[sink, :, source]
             assert (reached > 0).all() if source == sink else (reached == 0).all()
+    assert (jacobian[:, :, count] > 0).all()
+
+
+@pytest.mark.parametrize(("layers", "scan"), [(1, False), (2, False), (4, False), (1, True), (2, True), (5, True)])
+def test_rows_that_are_alike_count_once(layers, scan):
+    """Hidden states and gradients equal those of a pass that takes every row of every block through every layer."""
+    arch = tiny_drafter(tiny_target(), block_size=BLOCK, num_layers=layers)
+    drafter = make_drafter(arch)
+    rng = np.random.default_rng(7)
+    tokens, anchors = jnp.asarray(rng.integers(0, 64, (3, 5))), jnp.asarray(rng.integers(0, SEQ, (3, 5)))
+    table, *taps = jnp.asarray(rng.standard_normal((3, 3, SEQ, 32), np.float32))
+    table = jnp.concatenate(list(table))[:64]
+    direction = jnp.asarray(rng.standard_normal((3, 5, BLOCK - 1, 32), np.float32))
+    positions = jnp.broadcast_to(jnp.arange(SEQ), (3, SEQ))
+
+    def of_some_rows(params):
+        module = nnx.merge(drafter.graph, params)
+        return module(tokens, anchors, module.context(taps, positions), table, jnp.float32, scan=scan)
+
+    def of_all_rows(params):
+        module = nnx.merge(drafter.graph, params)
+        masks = jnp.full((3, 5, BLOCK - 1), arch.mask_token_id)
+        x = table[jnp.concatenate([tokens[:, :, None], masks], axis=2)]
+        rotary = rotary_table(arch.rope, arch.head_dim, anchors[:, :, None] + jnp.arange(BLOCK)[None, None])
+        for layer, context in zip(module.layers, module.context(taps, positions), strict=True):
+            layer.self_attn.block, layer.self_attn.first_offset = None, 0
+            x = layer(x, rotary, context, anchors, "reference", False)
+        return module.norm(x)[:, :, 1:]
+
+    found, backward = jax.vjp(of_some_rows, drafter.params)
+    expected, expected_backward = jax.vjp(of_all_rows, drafter.params)
+    assert relative_error(np.asarray(found), np.asarray(expected)) < 1e-5
+    found, expected = (weights.by_name(f(direction)[0]) for f in (backward, expected_backward))
+    for name, value in expected.items():
+        assert relative_error(found[name], value) < 1e-5, name
 
 
 @pytest.mark.parametrize("window", [None, 6])
@@ -95,7 +130,7 @@ def test_training_layout_equals_decoding(window):
         module = nnx.merge(target.graph, target_params)
         _, tapped, _ = module(tokens, jnp.arange(SEQ)[None], taps=taps)
         hidden = packed_hidden(drafter, params, tapped, tokens, module.embedding())
-        return nnx.merge(drafter.graph, params).logits(hidden[0, :, 1:], module.projection())
+        return nnx.merge(drafter.graph, params).logits(hidden[0], module.projection())
 
     expected = np.asarray(packed(target.params, drafter.params))
 

@@ -86,8 +86,8 @@ def test_layout():
     tokens = jnp.arange(100, 100 + SEQ, dtype=jnp.int32)[None]
     mask = jnp.asarray(mask_of((8, 20), (50, 64)))[None]
     anchors, keep = jnp.array([[10, 15, 60, 0]]), jnp.array([[True, True, True, False]])
-    blocks = lay_out_blocks(tokens, mask, jnp.array([62]), anchors, keep, BLOCK, 7)
-    np.testing.assert_array_equal(blocks.tokens[0, 0], [110, 7, 7, 7, 7, 7, 7, 7])
+    blocks = lay_out_blocks(tokens, mask, jnp.array([62]), anchors, keep, BLOCK)
+    np.testing.assert_array_equal(blocks.tokens[0], [110, 115, 160, 100])
     np.testing.assert_array_equal(blocks.labels[0, 0], np.arange(111, 118))
     np.testing.assert_array_equal(blocks.valid[0, 0], [True] * 7)
     np.testing.assert_array_equal(blocks.valid[0, 1], [True] * 4 + [False] * 3)

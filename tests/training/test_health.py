@@ -37,7 +37,7 @@ def runner(section, baseline):
 
     def visit(state, inputs):
         norm, loss, update, share = inputs
-        reading = Reading(norm, loss, update, share, norm > 5.0, norm == 0, jnp.bool_(True))
+        reading = Reading(norm, loss, share, norm > 5.0, norm == 0, jnp.bool_(True), update)
         state, verdict = observe(section, state, reading, baseline)
         return state, (verdict.flags, verdict.skip)
 
