@@ -212,9 +212,15 @@ def platform() -> str:
 
 
 def compiler_options(mesh: Mesh) -> dict[str, Any]:
-    """For executables that hold much: CPU backends keep every buffer apart unless told to go one after the other."""
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
-    return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"} if on_cpu else {}
+    """For executables that hold much, or run long, on CPU backends.
+
+    They keep every buffer apart unless told to go one after the other. With two cores a weight's gradient is made
+    faster by one of them, beside other products, than by both at once: 4 % of a small step.
+    """
+    if mesh.devices.flat[0].platform != "cpu":
+        return {}
+    options: dict[str, Any] = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+    return options | ({"xla_cpu_multi_thread_eigen": False} if (os.cpu_count() or 1) <= 2 else {})
 
 
 @contextmanager
