@@ -6,6 +6,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from dflash_jax.data.buckets import Bucket
@@ -206,19 +207,24 @@ def test_schedule():
     np.testing.assert_allclose(rates[99], 0.1, rtol=1e-5)
 
 
+def after_sound_updates(actions):
+    """A step, and a state after 100 updates with gradients like each other."""
+    settings = replace(make_settings(learning_rate=1e-3), baseline_steps=16, clip_norm=1.0)
+    settings = replace(settings, health=HealthSection(actions=actions))
+    step = make_step(settings, colocated((2, 2, 2)))
+    state = init_state(step, settings, 0)
+    for seed in range(100):
+        state, _ = step.update(with_gradient(state, seed))
+    return step, state
+
+
+@pytest.fixture(scope="module")
+def sound():
+    return after_sound_updates({"severe": "skip"})
+
+
 class TestMonitor:
     """The monitor inside the update, on a sound run of updates and what is injected into it."""
-
-    @pytest.fixture(scope="class")
-    def sound(self):
-        """A step and a state after 100 updates with gradients like each other."""
-        settings = replace(make_settings(learning_rate=1e-3), baseline_steps=16, clip_norm=1.0)
-        settings = replace(settings, health=HealthSection(actions={"severe": "skip"}))
-        step = make_step(settings, colocated((2, 2, 2)))
-        state = init_state(step, settings, 0)
-        for seed in range(100):
-            state, _ = step.update(with_gradient(state, seed))
-        return step, state
 
     @pytest.mark.parametrize(
         ("scale", "flag"), [(20.0, "severe"), (np.nan, "nonfinite")], ids=["twentyfold", "not a number"]
@@ -242,6 +248,24 @@ class TestMonitor:
         assert state.applied == applied + 1
         after = jax.device_get(state.params)
         assert all((now != then).any() for now, then in zip(*map(jax.tree.leaves, (after, params)), strict=True))
+
+    @pytest.mark.parametrize("action", ["skip", "alert"])
+    def test_an_update_that_is_too_large_itself(self, action):
+        """Its gradient is as usual, its second moments are not; only the update's own norm shows it."""
+        step, state = after_sound_updates({"update_norm": action})
+        small = jax.tree.map(lambda square: 1e-4 * square, optax.tree.get(state.optimizer, "nu"))
+        state = replace(state, optimizer=optax.tree.set(state.optimizer, nu=small))
+        before = jax.device_get((state.params, state.optimizer, state.applied))
+        state, metrics = step.update(with_gradient(state, 200))
+        flags = dict(zip(DETECTORS, np.asarray(metrics["flags"]), strict=True))
+        assert flags["update_norm"]
+        if action == "skip":
+            after = jax.device_get((state.params, state.optimizer, state.applied))
+            jax.tree.map(np.testing.assert_array_equal, after, before)
+            assert metrics["update_norm"] == 0
+        else:
+            assert state.applied == before[2] + 1
+            assert metrics["update_norm"] > 0
 
     def test_norms_by_module(self, sound):
         step, state = sound
