@@ -25,7 +25,11 @@ class JsonlSink:
     def write(self, row: Row) -> None:
         self._file.seek(self._good)
         self._file.truncate()  # what a failed write has left
-        self._file.write(json.dumps(finite(row), allow_nan=False) + "\n")
+        try:
+            line = json.dumps(row, allow_nan=False)
+        except ValueError:
+            line = json.dumps(finite(row), allow_nan=False)
+        self._file.write(line + "\n")
         self._file.flush()
         self._good = self._file.tell()
 
@@ -100,7 +104,25 @@ class ConsoleSink:
         self._console.print(text, highlight=False, soft_wrap=True)
 
 
-class WandbSink:
+class Dashboard:
+    """What is told to a service that draws curves: numbers under flat names."""
+
+    BUCKETS_EVERY = 10
+    """Rows between those with the values by bucket. They are most of a row's names, and each name costs the service
+    and this process time; `metrics.jsonl` has them all."""
+
+    def __init__(self) -> None:
+        self._rows = 0
+
+    def flat(self, row: Row) -> Row:
+        if "by_bucket" not in row:
+            return flatten(row)
+        self._rows += 1
+        due = self._rows % self.BUCKETS_EVERY == 1
+        return flatten(row if due else {key: value for key, value in row.items() if key != "by_bucket"})
+
+
+class WandbSink(Dashboard):
     """Weights & Biases; imported only when asked for. It keeps and resends what the network holds up by itself."""
 
     retries = False
@@ -108,6 +130,7 @@ class WandbSink:
     def __init__(self, mode: str, project: str, folder: Path, config: dict[str, Any], run_id: str, resumed: bool):
         import wandb
 
+        super().__init__()
         self._run = wandb.init(
             mode=mode,
             project=project,
@@ -122,7 +145,7 @@ class WandbSink:
         self._run.define_metric("eval/acceptance_length", summary="max,last")
 
     def write(self, row: Row) -> None:
-        self._run.log(flatten(row), step=row["step"])
+        self._run.log(self.flat(row), step=row["step"])
 
     def alert(self, title: str, text: str) -> None:
         """To whoever the run's owner has told the service to notify."""
@@ -132,7 +155,7 @@ class WandbSink:
         self._run.finish()
 
 
-class TensorBoardSink:
+class TensorBoardSink(Dashboard):
     """TensorBoard event files, through tensorboardX (extra `tensorboard`).
 
     A row is one event: an event a number, which `add_scalar` would write, takes ten milliseconds a row.
@@ -144,6 +167,7 @@ class TensorBoardSink:
         from tensorboardX.event_file_writer import EventFileWriter
         from tensorboardX.proto import event_pb2, summary_pb2
 
+        super().__init__()
         self._protocol = event_pb2, summary_pb2
         folder.mkdir(parents=True, exist_ok=True)
         self._writer = EventFileWriter(str(folder))
@@ -155,7 +179,7 @@ class TensorBoardSink:
         _, summary_pb2 = self._protocol
         values = [
             summary_pb2.Summary.Value(tag=key, simple_value=value)
-            for key, value in flatten(row).items()
+            for key, value in self.flat(row).items()
             if isinstance(value, int | float) and key != "step"
         ]
         self._write(row["step"], summary=summary_pb2.Summary(value=values))

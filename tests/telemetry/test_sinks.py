@@ -104,13 +104,15 @@ def test_wandb_offline(tmp_path):
     """A real offline run, read back: every value under its step, lists spread by position."""
     sink = WandbSink("offline", "test", tmp_path, {"training": {"steps": 3}}, "abc123", resumed=False)
     more = {"flags": ["spike"], "long": {str(n): n for n in range(50)}}
+    by_bucket = {"by_bucket": {"96": {"loss": 1.5, "accuracy_at": [0.5, 0.25]}}}
     for step in range(40):  # more than one block of the file
-        sink.write(
-            ROW | {"step": step, "flags": ["spike"], "batch_ids": [1, 2], "long": {str(n): n for n in range(50)}}
-        )
+        sink.write(ROW | more | by_bucket | {"step": step, "batch_ids": [1, 2]})
     sink.close()
     rows = rows_of_run(tmp_path)
     assert [row["_step"] for row in rows] == list(range(40))
     row = {key: value for key, value in rows[7].items() if not key.startswith("_")}
     assert row == flatten(ROW | more)
     assert {"accuracy_at/1", "accuracy_at/2", "flags/spike", "long/49"} < row.keys()
+    # What there is by bucket comes with the first row and then with every tenth.
+    for step, row in enumerate(rows):
+        assert (flatten(by_bucket).items() <= row.items()) == (step % 10 == 0)

@@ -244,8 +244,12 @@ def test_evaluation_export_and_reopening(workspace):
     assert kept == min(step for step, value in reached.items() if value == max(reached.values()))
     told = {row["_step"]: {key for key in row if not key.startswith("_")} for row in rows_of_run(folder)}
     assert told.keys() == set(range(15))
+    with_buckets = []
     for row in rows_of(folder):
+        by_bucket = flatten({"by_bucket": row.pop("by_bucket", {})}).keys()
         assert flatten(row).keys() <= told[row["step"]]
+        with_buckets += [row["step"]] if by_bucket and by_bucket <= told[row["step"]] else []
+    assert with_buckets == [1, 11]
 
     text = io.StringIO()
     print_summary(summary, Console(file=text, width=100))
