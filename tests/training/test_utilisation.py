@@ -22,8 +22,10 @@ def test_rows_of_known_and_unknown_devices():
     found = Utilisation(settings, 2 * peak_of("TPU v4"))(row)
 
     # The drafter: two layers of 32 wide, 4 heads of 8 and 2 of keys, MLP of 48; 20 block rows, two taps, 64 words.
-    of_rows, of_context = 20 * 32 * (2 * 32 + 2 * 16 + 3 * 48), 64 * 32 * 2 * 16
-    linear = 2 * (3 * 2 * (of_rows + of_context) + 2 * 64 * 2 * 32 * 32)
+    # The first layer projects the anchors' rows alone, the last drops them behind its attention.
+    of_rows = 32 * ((5 + 20) * (32 + 2 * 16) + (20 + 15) * (32 + 3 * 48))
+    of_context = 64 * 32 * 2 * 16
+    linear = 2 * (3 * (of_rows + 2 * of_context) + 2 * 64 * 2 * 32 * 32)
     attention = 2 * 3 * 2 * 2 * (4 * 5 * 8 + 20 * 4) * 32
     projection = 2 * 2 * 15 * 32 * 64
     # The target up to its last tap: three layers, each token sees half of its row.
